@@ -1,0 +1,116 @@
+"""Engine options: the only place that holds their defaults and help texts."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from jpaged.errors import ConfigError
+
+DEMO_MODEL = "smollm2-135m-instruct"
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBackend = Literal["auto", "xla"]
+
+MIN_BLOCK_SIZE = 8
+MAX_BLOCK_SIZE = 256
+
+
+def option(default: Any, help_text: str, **metadata: Any) -> Any:
+    """A dataclass field with the help text that the command line shows for it."""
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine, checked once when it is made. Raises `ConfigError`."""
+
+    model: str = option(
+        DEMO_MODEL,
+        "a folder in Hugging Face format, a .gguf file, a Hub id, or the name of the demo model",
+    )
+    skip_tokenizer_init: bool = option(
+        False, "load no tokenizer: prompts and answers are token ids only"
+    )
+    dtype: DType = option(
+        "auto", "type of weights, activations and KV cache; auto: float32 on a CPU, else bfloat16"
+    )
+    max_model_len: int | None = option(
+        None, "most tokens of prompt and answer together (default: what the model was trained for)"
+    )
+    block_size: int = option(16, "tokens a KV block; a power of two from 8 to 256")
+    max_num_seqs: int = option(64, "most requests that run at once")
+    max_num_batched_tokens: int = option(512, "most tokens computed in one step")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the device's memory that weights, programs and KV cache may take"
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "size of the KV cache in bytes, instead of computing it from the free memory"
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "number of usable KV blocks, instead of computing it from the free memory"
+    )
+    attention_backend: AttentionBackend = option("auto", "implementation of paged attention")
+    seed: int = option(0, "base of all random keys")
+    compilation_cache_dir: str | None = option(
+        None, "folder of compiled programs (default: jpaged/programs in the user's cache folder)"
+    )
+    check_invariants: bool = option(False, "recompute the block pool's totals after every step")
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_block_size(self.block_size)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            _check_at_least(self, name, 1)
+        _check_at_least(self, "kv_cache_memory_bytes", 1)
+        _check_at_least(self, "num_gpu_blocks_override", 1)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running request needs one token a "
+                "step. Raise the first or lower the second."
+            )
+
+
+def _check_types(config: EngineConfig) -> None:
+    """Options come from users of untyped code and command lines: refuse other types by name."""
+    wanted = {
+        int: ("block_size", "max_num_seqs", "max_num_batched_tokens", "seed"),
+        str: ("model", "dtype", "attention_backend"),
+        bool: ("skip_tokenizer_init", "check_invariants"),
+    }
+    optional_ints = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
+    for kind, names in wanted.items():
+        for name in names:
+            _check_type(name, getattr(config, name), kind)
+    for name in optional_ints:
+        if getattr(config, name) is not None:
+            _check_type(name, getattr(config, name), int)
+    for item in fields(config):
+        choices = getattr(item.type, "__args__", ())
+        value = getattr(config, item.name)
+        if getattr(item.type, "__origin__", None) is Literal and value not in choices:
+            raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    # A bool is an int in Python, but never what is meant by one.
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
+
+
+def _check_block_size(block_size: int) -> None:
+    is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
+    if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        raise ConfigError(
+            f"block_size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, "
+            f"got {block_size}"
+        )
+
+
+def _check_at_least(config: EngineConfig, name: str, minimum: int) -> None:
+    value = getattr(config, name)
+    if value is not None and value < minimum:
+        raise ConfigError(f"{name} must be at least {minimum}, got {value}")

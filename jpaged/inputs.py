@@ -1,0 +1,144 @@
+"""From a prompt and its parameters to a request the engine can run, or a refusal."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from jpaged.detokenizer import Detokenizer
+from jpaged.errors import PromptTooLongError, RequestError
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.tokenizer import Tokenizer
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TokensPrompt
+
+
+class InputProcessor:
+    """Checks requests against the model and its limits. Does no work that a refusal would waste."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """Raises `RequestError` that names the field at fault."""
+        text, token_ids = self._tokenize(prompt)
+        self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
+        stop_token_ids = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_token_ids |= self.eos_token_ids
+        return Request(
+            request_id,
+            token_ids,
+            params,
+            prompt=text,
+            max_tokens=self._max_tokens(len(token_ids), params.max_tokens),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_token_ids=frozenset(stop_token_ids),
+            detokenizer=self._detokenizer(token_ids, params),
+        )
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self._encode(prompt)
+        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+            text, token_ids = None, prompt["prompt_token_ids"]
+        else:
+            raise RequestError(
+                "prompt must be a text or {'prompt_token_ids': [...]}, "
+                f"got {type(prompt).__name__} {prompt!r:.80}",
+                param="prompt",
+            )
+        if not isinstance(token_ids, Sequence):
+            raise RequestError(
+                f"prompt_token_ids must be a list of integers, got {token_ids!r:.80}",
+                param="prompt",
+            )
+        if not token_ids:
+            raise RequestError("the prompt has no tokens; give at least one", param="prompt")
+        self._check_token_ids("prompt", token_ids)
+        return text, list(token_ids)
+
+    def _encode(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                "prompts must be token ids: the engine was started with skip_tokenizer_init",
+                param="prompt",
+            )
+        return self.tokenizer.encode(prompt)
+
+    def _check_token_ids(self, param: str, token_ids: Sequence[int]) -> None:
+        """Inside jit an id out of range would silently become another token."""
+        for token_id in token_ids:
+            is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"token ids of {param} must be integers from 0 to {self.vocab_size - 1}, "
+                    f"got {token_id!r}",
+                    param=param,
+                )
+
+    def _max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
+        """Tokens that may be generated: all that is left of the context when none are named."""
+        limit, left = self.max_model_len, self.max_model_len - num_prompt_tokens
+        if left < 1:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, and the model's context holds {limit} "
+                "with at least one of them for the answer. Shorten the prompt.",
+                param="prompt",
+            )
+        if wanted is None:
+            return left
+        if wanted > left:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}, together "
+                f"{num_prompt_tokens + wanted}, but the model's context holds {limit}. "
+                f"Shorten the prompt or set max_tokens to at most {left}.",
+                param="max_tokens",
+            )
+        return wanted
+
+    def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            if params.stop:
+                raise RequestError(
+                    "stop strings need a tokenizer, but the engine was started with "
+                    "skip_tokenizer_init; use stop_token_ids",
+                    param="stop",
+                )
+            return None
+        if not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop_strings=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+
+
+def chat_prompt(tokenizer: Tokenizer | None, messages: list[dict[str, Any]]) -> TokensPrompt:
+    """A conversation in the model's chat template, ready for its answer."""
+    if tokenizer is None:
+        raise RequestError(
+            "chat needs a tokenizer, but the engine was started with skip_tokenizer_init",
+            param="messages",
+        )
+    return {"prompt_token_ids": tokenizer.encode_chat(messages, add_generation_prompt=True)}

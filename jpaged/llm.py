@@ -1,0 +1,96 @@
+"""Offline batches: prompts in, finished answers out."""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError, RequestError
+from jpaged.inputs import Prompt, chat_prompt
+from jpaged.outputs import RequestOutput
+from jpaged.progress import progress_bar
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.startup import load_engine
+
+
+class LLM:
+    """A model and an engine for it. Options are those of `EngineConfig`.
+
+        llm = LLM("smollm2-135m-instruct", max_model_len=1024)
+        outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.config = engine_config(model, options)
+        loaded = load_engine(self.config)
+        self.engine = loaded.engine
+        self.tokenizer = loaded.tokenizer
+        self.max_model_len = loaded.max_model_len
+        self._request_ids = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts.
+
+        A prompt is a text or {"prompt_token_ids": [...]}; `params` is one for all or one a prompt.
+        Raises `RequestError` before anything is computed if one of them is refused.
+        """
+        if isinstance(prompts, str | dict):
+            prompts = [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"params must be one for all prompts or one for each: got {len(params)} "
+                f"for {len(prompts)} prompts",
+                param="params",
+            )
+        pairs = zip(prompts, params, strict=True)
+        requests = [
+            self.engine.make_request(str(next(self._request_ids)), prompt, each)
+            for prompt, each in pairs
+        ]
+        self._run(requests, use_tqdm=use_tqdm)
+        return [request.output() for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation, or to each of several, put in the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [chat_prompt(self.tokenizer, list(each)) for each in conversations]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
+        for request in requests:
+            self.engine.add_request(request)
+        try:
+            with progress_bar(
+                len(requests), "generating", unit=" requests", shown=use_tqdm
+            ) as advance:
+                while self.engine.has_unfinished:
+                    advance(sum(request.is_finished for request in self.engine.step()))
+        except BaseException:
+            # Interrupted: leave nothing behind that a later call would run.
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
+
+
+def engine_config(model: str | None, options: dict[str, Any]) -> EngineConfig:
+    """Unknown options are refused by name."""
+    known = EngineConfig.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; options are: {', '.join(known)}")
+    return EngineConfig(**options) if model is None else EngineConfig(model=model, **options)

@@ -1,0 +1,133 @@
+"""The state of one request inside the engine. Host side only: imports no JAX."""
+
+import time
+from enum import Enum, auto
+
+from jpaged.detokenizer import Detokenizer
+from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, RequestTiming
+from jpaged.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Request:
+    """Tokens, progress and blocks of one request.
+
+    token_ids: prompt, then every generated token the host has read.
+    num_computed_tokens: tokens whose K/V are written by steps launched so far; the one truth
+        about progress.
+    num_in_flight_tokens: tokens sampled by launched steps and not read by the host yet. Their
+        ids are on the device; `num_tokens` counts them.
+    block_ids: block table; slot t of the request is in block_ids[t // block_size].
+    slot: row of the device's per-request arrays while running.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        prompt: str | None = None,
+        seed: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.detokenizer = detokenizer
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_ids: list[int] = []
+        self.slot: int | None = None
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.arrival_time = time.monotonic()
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.finished_time: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer, those included that only the device knows yet."""
+        return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def has_all_tokens_in_flight(self) -> bool:
+        """True once the steps launched so far sample the last token that is allowed."""
+        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """Take a token that the device sampled, and finish when it ends the answer."""
+        self.num_in_flight_tokens -= 1
+        self.token_ids.append(token_id)
+        self.last_token_time = time.monotonic()
+        if self.first_token_time is None:
+            self.first_token_time = self.last_token_time
+        is_stop_token = token_id in self.stop_token_ids
+        stop_string = None
+        if self.detokenizer is not None:
+            stop_string = self.detokenizer.append(token_id, is_stop_token=is_stop_token)
+        if stop_string is not None:
+            self.finish(FinishReason.STOP, stop_string)
+        elif is_stop_token:
+            is_listed = token_id in (self.params.stop_token_ids or ())
+            self.finish(FinishReason.STOP, token_id if is_listed else None)
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        assert not self.is_finished, f"request {self.request_id} finished twice"
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.finished_time = time.monotonic()
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+
+    def output(self) -> RequestOutput:
+        """A snapshot that later steps do not change."""
+        completion = CompletionOutput(
+            index=0,
+            text="" if self.detokenizer is None else self.detokenizer.visible_text,
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            outputs=(completion,),
+            finished=self.is_finished,
+            num_cached_tokens=self.num_cached_tokens,
+            timing=RequestTiming(
+                arrival=self.arrival_time,
+                first_scheduled=self.first_scheduled_time,
+                first_token=self.first_token_time,
+                finished=self.finished_time,
+            ),
+        )

@@ -1,0 +1,74 @@
+"""Executes scheduled batches: owns the parameters, the KV pools and the compiled programs.
+
+The host runs one step ahead of the device. Sampled tokens stay on the device in `last_token`, one
+entry a request slot, where the next step reads them; the host reads them when it needs them.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.buckets import smallest_bucket
+from jpaged.packing import pack_forward, pack_sampling
+from jpaged.programs import Programs, ProgramSpec
+from jpaged.request import Request
+from jpaged.scheduled_batch import ScheduledBatch
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step on its way. tokens: those of `requests`, in order, then padding."""
+
+    requests: list[Request]
+    tokens: jax.Array | None
+
+    def read_tokens(self) -> list[int]:
+        """Wait for the step and return the token of every sampled request."""
+        if self.tokens is None:
+            return []
+        return np.asarray(self.tokens)[: len(self.requests)].tolist()
+
+
+class Runner:
+    """Not thread-safe; steps are executed by the device in the order of their launch."""
+
+    def __init__(self, spec: ProgramSpec, programs: Programs) -> None:
+        self.spec = spec
+        self._programs = programs
+        self._params = spec.model.params
+        self._pools = spec.kv_cache.allocate()
+        self._last_token = jnp.zeros(spec.num_slots, jnp.int32)
+        self._block_tables = np.zeros((spec.num_slots, spec.num_table_blocks), np.int32)
+        self._num_table_blocks_known = [0] * spec.num_slots
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Start a step and return at once."""
+        self._update_block_tables(batch)
+        shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
+        packed = pack_forward(batch, shape, self._block_tables)
+        hidden, self._pools = self._programs.forward[shape](
+            self._params, self._pools, self._last_token, packed
+        )
+        requests = [row.request for row in batch.rows if row.is_sampled]
+        if not requests:
+            return LaunchedStep(requests, None)
+        num_rows = smallest_bucket(self.spec.row_buckets, len(requests))
+        ints, floats = pack_sampling(batch, num_rows, padding_slot=self.spec.num_slots)
+        tokens, self._last_token = self._programs.sample[num_rows](
+            self._params, hidden, self._last_token, ints, floats
+        )
+        tokens.copy_to_host_async()
+        return LaunchedStep(requests, tokens)
+
+    def _update_block_tables(self, batch: ScheduledBatch) -> None:
+        """Copy what is new of each request's table into the row of its slot."""
+        for row in batch.rows:
+            slot, block_ids = row.request.slot, row.request.block_ids
+            assert slot is not None
+            # A request that starts, or starts over, brings a new table.
+            known = self._num_table_blocks_known[slot] if row.start else 0
+            if known != len(block_ids):
+                self._block_tables[slot, known : len(block_ids)] = block_ids[known:]
+                self._num_table_blocks_known[slot] = len(block_ids)

@@ -1,0 +1,192 @@
+"""Which requests run in a step, and how many tokens of each. Host side only: imports no JAX.
+
+Continuous batching (Yu et al. 2022, Orca) with chunked prefill (Agrawal et al. 2024,
+Sarathi-Serve): a step takes one token of every decoding request, then fills the token budget with
+chunks of prompts. First come, first served; when blocks run out, the latest arrival is preempted
+whole and recomputed later (Kwon et al. 2023, PagedAttention, section 4.5).
+
+The scheduler runs one step ahead of what the host knows: it may schedule a token whose id only
+the device has seen yet (`Request.num_in_flight_tokens`).
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from jpaged.block_pool import BlockPool
+from jpaged.errors import RequestError
+from jpaged.outputs import FinishReason
+from jpaged.request import Request, RequestStatus
+from jpaged.scheduled_batch import ScheduledBatch, ScheduledRequest
+
+
+class Scheduler:
+    """waiting is in order of arrival, and so is running: everyone who runs arrived earlier."""
+
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.block_pool = block_pool
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_slots = list(reversed(range(max_num_seqs)))
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError` if the whole pool could not hold its prompt."""
+        self.check_fits(request.num_prompt_tokens)
+        self.waiting.append(request)
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        # The token that the prompt's step samples needs no room unless it is computed in turn.
+        needed, total = self._num_blocks(num_prompt_tokens), self.block_pool.num_blocks
+        if needed > total:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens and needs {needed} KV blocks of "
+                f"{self.block_size} tokens, but the whole pool has {total}. Shorten the prompt or "
+                "start the engine with a larger KV cache.",
+                param="prompt",
+            )
+
+    def schedule(self) -> ScheduledBatch:
+        batch = ScheduledBatch()
+        self._schedule_decodes(batch)
+        self._continue_prefills(batch)
+        if not batch.preempted:
+            self._admit_waiting(batch)
+        for row in batch.rows:
+            row.request.num_computed_tokens += row.num_tokens
+            row.request.num_in_flight_tokens += row.is_sampled
+        return batch
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request from outside: the client has gone, or the engine fails."""
+        if not request.is_finished:
+            request.finish(reason)
+            self.retire(request)
+
+    def retire(self, request: Request) -> None:
+        """Give back what a finished request holds, or its place in the queue if it was preempted.
+
+        Steps that may still write its blocks have been launched, and the device runs steps in
+        order: whoever gets the blocks next writes them later.
+        """
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check_integrity(self) -> None:
+        """Raise if a block or a slot is lost, doubled or held by nobody who runs."""
+        self.block_pool.check_integrity(request.block_ids for request in self.running)
+        slots = [request.slot for request in self.running]
+        assert len(set(slots + self._free_slots)) == len(slots) + len(self._free_slots), (
+            f"{slots=} {self._free_slots=}"
+        )
+        for request in self.waiting:
+            assert not request.block_ids and request.slot is None, request.request_id
+
+    def _schedule_decodes(self, batch: ScheduledBatch) -> None:
+        for request in self._runnable(decoding=True):
+            if self._grow(request, batch):
+                start = request.num_computed_tokens
+                batch.decodes.append(ScheduledRequest(request, start, 1, is_sampled=True))
+                batch.num_tokens += 1
+
+    def _continue_prefills(self, batch: ScheduledBatch) -> None:
+        for request in self._runnable(decoding=False):
+            self._schedule_chunk(request, batch)
+
+    def _admit_waiting(self, batch: ScheduledBatch) -> None:
+        """Start requests whose known tokens fit the pool now, strictly in order of arrival.
+
+        Every running request may soon need one more block: leaving that many free keeps a
+        newcomer from being preempted right after its prompt was computed.
+        """
+        while self.waiting and self._free_slots and batch.num_tokens < self.max_num_batched_tokens:
+            request = self.waiting[0]
+            needed = self._num_blocks(request.num_tokens)
+            if needed + len(self.running) > self.block_pool.num_free and self.running:
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            request.status = RequestStatus.RUNNING
+            request.slot = self._free_slots.pop()
+            request.block_ids = self.block_pool.allocate(needed)
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = time.monotonic()
+            self._schedule_chunk(request, batch)
+
+    def _runnable(self, *, decoding: bool) -> Iterator[Request]:
+        """Running requests that have tokens to compute: one (decoding) or several.
+
+        Evaluated while the caller goes on: a request that was preempted meanwhile has nothing
+        computed and does not count as decoding.
+        """
+        for request in list(self.running):
+            remaining = request.num_tokens - request.num_computed_tokens
+            is_decoding = remaining == 1 and request.num_computed_tokens > 0
+            if remaining and is_decoding == decoding and not request.has_all_tokens_in_flight:
+                yield request
+
+    def _schedule_chunk(self, request: Request, batch: ScheduledBatch) -> None:
+        budget = self.max_num_batched_tokens - batch.num_tokens
+        start = request.num_computed_tokens
+        num_tokens = min(request.num_tokens - start, budget)
+        if num_tokens:
+            is_sampled = start + num_tokens == request.num_tokens
+            batch.prefills.append(ScheduledRequest(request, start, num_tokens, is_sampled))
+            batch.num_tokens += num_tokens
+
+    def _grow(self, request: Request, batch: ScheduledBatch) -> bool:
+        """Give the request room for one more token, preempting later arrivals if need be."""
+        needed = self._num_blocks(request.num_computed_tokens + 1) - len(request.block_ids)
+        while needed > self.block_pool.num_free:
+            victim = self.running[-1]
+            if victim is request and len(self.running) == 1:
+                self._end_without_room(request, batch)
+                return False
+            self._preempt(victim, batch)
+            if victim is request:
+                return False
+        request.block_ids.extend(self.block_pool.allocate(needed))
+        return True
+
+    def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        self.waiting.appendleft(request)
+        batch.preempted.append(request)
+
+    def _end_without_room(self, request: Request, batch: ScheduledBatch) -> None:
+        """Nobody is left to preempt: the answer ends with the tokens that are on their way."""
+        request.max_tokens = request.num_tokens - request.num_prompt_tokens
+        if not request.num_in_flight_tokens:
+            request.finish(FinishReason.LENGTH)
+            self.retire(request)
+            batch.finished.append(request)
+
+    def _release(self, request: Request) -> None:
+        assert request.slot is not None
+        # Tails first: should blocks be kept for reuse, heads are worth more.
+        self.block_pool.release(reversed(request.block_ids))
+        request.block_ids = []
+        self._free_slots.append(request.slot)
+        request.slot = None
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

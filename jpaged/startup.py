@@ -1,0 +1,138 @@
+"""From engine options to an engine that is ready: files, weights, memory, programs."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.inputs import InputProcessor
+from jpaged.kv_cache import (
+    MemoryBudget,
+    block_bytes,
+    choose_num_blocks,
+    device_memory_limit,
+    fit_max_model_len,
+    kv_cache_spec,
+    wanted_model_len,
+)
+from jpaged.metrics import Metrics
+from jpaged.model_files import load_model_config, load_tokenizer, open_weights, resolve_model
+from jpaged.models.loading import Model, load_model
+from jpaged.programs import (
+    ProgramSpec,
+    compile_programs,
+    largest_programs,
+    temporary_bytes,
+)
+from jpaged.progress import progress_bar
+from jpaged.runner import Runner
+from jpaged.tokenizer import Tokenizer
+from pallas_kernels.paged_attention import PagedAttention, XlaPagedAttention
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine, and what its front doors need to know of the model."""
+
+    engine: Engine
+    model_name: str
+    tokenizer: Tokenizer | None
+    max_model_len: int
+
+
+def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
+    """Raises `JpagedError`; what can be checked without reading weights is checked before."""
+    files = resolve_model(config.model)
+    model_config = load_model_config(files)
+    max_model_len = wanted_model_len(config, model_config)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files)
+    use_compilation_cache(config)
+    model = load_model(model_config, open_weights(files), compute_dtype(config), progress=progress)
+    spec, max_model_len = plan_memory(config, model, XlaPagedAttention(), max_model_len)
+    with progress_bar(spec.num_programs, "compiling", unit="", shown=progress) as advance:
+        programs = compile_programs(spec, advance=advance)
+    inputs = InputProcessor(
+        tokenizer,
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=model_config.eos_token_ids,
+    )
+    engine = Engine(
+        Runner(spec, programs),
+        inputs,
+        Metrics(model_name=files.name, max_model_len=max_model_len),
+        check_invariants=config.check_invariants,
+    )
+    return LoadedEngine(engine, files.name, tokenizer, max_model_len)
+
+
+def compute_dtype(config: EngineConfig) -> jnp.dtype:
+    """XLA's bfloat16 matmuls are many times slower than float32 ones on CPUs."""
+    if config.dtype == "auto":
+        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return jnp.dtype(config.dtype)
+
+
+def use_compilation_cache(config: EngineConfig) -> None:
+    """Keep every compiled program on disk, however small: a start then only reads them."""
+    folder = config.compilation_cache_dir
+    if folder is None:
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = str(Path(cache_home) / "jpaged" / "programs")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def plan_memory(
+    config: EngineConfig, model: Model, attention: PagedAttention, max_model_len: int
+) -> tuple[ProgramSpec, int]:
+    """What to compile and the context limit that the memory allows."""
+    spec = ProgramSpec(
+        model=model,
+        attention=attention,
+        kv_cache=kv_cache_spec(
+            model.config, attention, model.dtype, num_blocks=1, block_size=config.block_size
+        ),
+        num_slots=config.max_num_seqs,
+        max_num_tokens=config.max_num_batched_tokens,
+        num_table_blocks=-(-max_model_len // config.block_size),
+        seed=config.seed,
+    )
+    budget = MemoryBudget(
+        limit=device_memory_limit(),
+        utilization=config.gpu_memory_utilization,
+        weights=model.num_bytes,
+        programs=measured_program_bytes(spec) if must_measure(config) else 0,
+    )
+    num_blocks = choose_num_blocks(
+        config,
+        budget,
+        block_num_bytes=block_bytes(model.config, model.dtype, config.block_size),
+        max_model_len=max_model_len,
+    )
+    max_model_len = fit_max_model_len(config, num_blocks, max_model_len)
+    kv_cache = kv_cache_spec(
+        model.config, attention, model.dtype, num_blocks=num_blocks, block_size=config.block_size
+    )
+    num_table_blocks = -(-max_model_len // config.block_size)
+    return replace(spec, kv_cache=kv_cache, num_table_blocks=num_table_blocks), max_model_len
+
+
+def must_measure(config: EngineConfig) -> bool:
+    """Whether the pool's size depends on what programs need. On a CPU the cache takes a fixed
+    share of the memory, next to which the programs' few megabytes do not count."""
+    is_given = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
+    return not is_given and jax.default_backend() != "cpu"
+
+
+def measured_program_bytes(spec: ProgramSpec) -> int:
+    """Temporary memory of the largest programs, which does not depend on the pool's size."""
+    return max(temporary_bytes(lowered.compile()) for lowered in largest_programs(spec))

@@ -1,0 +1,57 @@
+"""A model ready to be traced: its structure, and its parameters as a flat tuple of arrays.
+
+Traversing a module's variables on every step would cost more than a small model's step itself, so
+modules are split once here and only merged while a program is traced.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.registry import model_class
+from jpaged.models.tensor_source import TensorSource
+from jpaged.models.weights import load_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """graph: the module's structure, hashable. params: its arrays, in the order of `treedef`."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    graph: Any
+    treedef: Any
+    params: tuple[jax.Array, ...]
+
+    def merge(self, params: tuple[jax.Array, ...]) -> Any:
+        """The module over the given arrays; called while tracing."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, params))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(param.nbytes for param in self.params)
+
+
+def load_model(
+    config: ModelConfig, source: TensorSource, dtype: jnp.dtype, *, progress: bool = True
+) -> Model:
+    """Build the architecture that the config names and fill it from the checkpoint."""
+    architecture = model_class(config.architecture)
+    # Shapes only: no memory is spent before the weights arrive.
+    graph, state = nnx.split(nnx.eval_shape(lambda: architecture(config, dtype)))
+    keyed, treedef = jax.tree.flatten(state)
+    paths = [".".join(map(str, path)) for path, _ in state.flat_state()]
+    weights = load_weights(
+        dict(zip(paths, keyed, strict=True)),
+        architecture.weight_table(config),
+        source,
+        progress=progress,
+    )
+    return Model(config, dtype, graph, treedef, tuple(weights[path] for path in paths))

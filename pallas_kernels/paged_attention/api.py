@@ -1,0 +1,80 @@
+"""The contract of paged attention: what a step tells it, and what every backend offers."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+SINK_BLOCK = 0  # rows that only pad a batch write their K/V here; nobody reads it
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One ragged batch: S rows with 1..n query tokens each, flattened to T tokens.
+
+    The first `num_decodes` rows have one token each, which is token `row` of the batch; the rows
+    after them are prefill chunks, whose tokens follow in the order of their rows.
+
+    block_tables: row s holds the ids of the blocks of sequence s, in order; unused entries are 0.
+    context_lens: tokens of sequence s up to and including its last token of this step; 0 pads.
+    query_starts: row s has the tokens [query_starts[s], query_starts[s + 1]).
+    """
+
+    block_tables: Int[Array, "S M"]
+    context_lens: Int[Array, "S"]
+    query_starts: Int[Array, "S+1"]
+    num_decodes: Int[Array, ""]
+
+
+class PagedAttention(Protocol):
+    """A backend of paged attention.
+
+    `plan` derives, once a step, what all layers share; `write` and `attend` run in every layer.
+    Everything is traced: methods are called inside jit.
+    """
+
+    name: str
+
+    def pool_shape(
+        self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's pool."""
+        ...
+
+    def plan(self, metadata: AttentionMetadata, *, block_size: int, decode_only: bool) -> Any:
+        """A pytree for `attend`. `decode_only` promises that every row is a decode or padding."""
+        ...
+
+    def write(
+        self,
+        pool: Array,
+        key: Float[Array, "T K D"],
+        value: Float[Array, "T K D"],
+        slots: Int[Array, "T"],
+    ) -> Array:
+        """Put K/V of token t into slot `slots[t]` (block * block size + offset), in place when
+        the pool is donated."""
+        ...
+
+    def attend(
+        self, query: Float[Array, "T H D"], pool: Array, plan: Any, *, scale: float
+    ) -> Float[Array, "T H D"]:
+        """Causal attention of every token over its own sequence; rows of padding are finite."""
+        ...
+
+
+def kv_slots(
+    block_tables: Int[Array, "S M"],
+    rows: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    block_size: int,
+) -> Int[Array, "T"]:
+    """The slot of each token. Tokens of row S (padding) get slots of the sink block."""
+    num_rows = block_tables.shape[0]
+    blocks = block_tables.at[rows, positions // block_size].get(mode="fill", fill_value=SINK_BLOCK)
+    blocks = jnp.where(rows < num_rows, blocks, SINK_BLOCK)
+    return blocks * block_size + positions % block_size

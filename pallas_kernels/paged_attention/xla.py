@@ -1,0 +1,295 @@
+"""Paged attention in plain XLA: the path of CPUs, and the oracle of the kernels.
+
+Work is cut into tiles of `TILE` context tokens, and only tiles that hold tokens of a sequence are
+computed: both loops below have trip counts that the step's lengths decide, so a short sequence
+does not pay for a long neighbour, nor for padding. Softmax is computed online over the tiles
+(Milakov & Gimelshein 2018; Dao et al. 2022, FlashAttention, algorithm 1), in float32.
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.paged_attention.api import AttentionMetadata
+
+TILE = 64  # context tokens a tile; a multiple of any block size up to it
+DECODE_TILES = 16  # tiles of decode rows in one batched matmul
+QUERY_TILE = 64  # query tokens of a prefill chunk in one matmul
+MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TileList:
+    """Tiles of several rows, one row after the other.
+
+    Tile i belongs to the row r with `ends[r - 1] <= i < ends[r]`.
+    """
+
+    ends: Int[Array, "S"]
+
+    @property
+    def count(self) -> Int[Array, ""]:
+        return self.ends[-1]
+
+    def rows_and_ordinals(
+        self, tiles: Int[Array, "*P"]
+    ) -> tuple[Int[Array, "*P"], Int[Array, "*P"]]:
+        """Row of each tile and the tile's number within it; past the last tile: row S, 0."""
+        num_rows = self.ends.shape[0]
+        rows = jnp.searchsorted(self.ends, tiles, side="right").astype(jnp.int32)
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends])
+        return rows, jnp.where(rows < num_rows, tiles - starts[rows], 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class XlaPlan:
+    """block_tables and context_lens have one row more than the batch: row S is empty."""
+
+    block_tables: Int[Array, "S+1 M"]
+    context_lens: Int[Array, "S+1"]
+    query_starts: Int[Array, "S+1"]
+    num_decodes: Int[Array, ""]
+    decode_tiles: TileList
+    query_tiles: TileList
+    decode_only: bool = field(metadata={"static": True})
+
+
+@dataclass(frozen=True)
+class XlaPagedAttention:
+    """Pool: [N, B, 2K, D], K and V interleaved by head."""
+
+    name: str = "xla"
+
+    def pool_shape(
+        self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return num_blocks, block_size, 2 * num_kv_heads, head_dim
+
+    def plan(
+        self, metadata: AttentionMetadata, *, block_size: int, decode_only: bool
+    ) -> XlaPlan:
+        num_rows, num_table_blocks = metadata.block_tables.shape
+        tile_blocks = max(1, TILE // block_size)
+        rows = jnp.arange(num_rows)
+        is_decode = rows < metadata.num_decodes
+        context_tiles = -(-metadata.context_lens // (tile_blocks * block_size))
+        query_lens = jnp.diff(metadata.query_starts)
+        query_tiles = -(-query_lens // QUERY_TILE)
+        # The last tile may reach past the end of the table: let it read the sink block there.
+        padding = ((0, 1), (0, -num_table_blocks % tile_blocks))
+        return XlaPlan(
+            block_tables=jnp.pad(metadata.block_tables, padding),
+            context_lens=jnp.pad(metadata.context_lens, (0, 1)),
+            query_starts=metadata.query_starts,
+            num_decodes=metadata.num_decodes,
+            decode_tiles=TileList(jnp.cumsum(jnp.where(is_decode, context_tiles, 0))),
+            query_tiles=TileList(jnp.cumsum(jnp.where(is_decode, 0, query_tiles))),
+            decode_only=decode_only,
+        )
+
+    def write(
+        self,
+        pool: Float[Array, "N B 2K D"],
+        key: Float[Array, "T K D"],
+        value: Float[Array, "T K D"],
+        slots: Int[Array, "T"],
+    ) -> Float[Array, "N B 2K D"]:
+        block_size = pool.shape[1]
+        num_tokens, num_kv_heads, head_dim = key.shape
+        interleaved = jnp.stack([key, value], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
+        return pool.at[slots // block_size, slots % block_size].set(
+            interleaved.astype(pool.dtype), mode="drop"
+        )
+
+    def attend(
+        self,
+        query: Float[Array, "T H D"],
+        pool: Float[Array, "N B 2K D"],
+        plan: XlaPlan,
+        *,
+        scale: float,
+    ) -> Float[Array, "T H D"]:
+        num_tokens = query.shape[0]
+        num_rows = plan.query_starts.shape[0] - 1
+        num_kv_heads, head_dim = pool.shape[2] // 2, pool.shape[3]
+        # "T K G D": the query heads of one KV head are neighbours.
+        grouped = (query * scale).reshape(num_tokens, num_kv_heads, -1, head_dim)
+        num_decode_rows = min(num_tokens, num_rows)
+        out = _attend_decodes(grouped[:num_decode_rows], pool, plan)
+        if not plan.decode_only:
+            out = _attend_prefills(grouped, pool, plan, out)
+        return out.reshape(query.shape)
+
+
+def _attend_decodes(
+    query: Float[Array, "R K G D"], pool: Float[Array, "N B 2K D"], plan: XlaPlan
+) -> Float[Array, "R K G D"]:
+    """Rows of one token, R = min(S, T). Row r is token r; rows that are no decodes get zeros."""
+    num_rows, num_kv_heads, group, head_dim = query.shape
+    heads = (num_kv_heads, group)
+    # Row R collects the tiles that only fill up the last matmul.
+    query = jnp.pad(query, ((0, 1), (0, 0), (0, 0), (0, 0)))
+    tiles_at_once = min(DECODE_TILES, num_rows * plan.block_tables.shape[1])
+
+    def step(iteration: Array, carry: _Softmax) -> _Softmax:
+        tiles = iteration * tiles_at_once + jnp.arange(tiles_at_once, dtype=jnp.int32)
+        rows, ordinals = plan.decode_tiles.rows_and_ordinals(tiles)
+        key, value, positions = _gather_tiles(pool, plan, rows, ordinals)
+        rows = jnp.minimum(rows, num_rows)
+        scores = jnp.einsum("pkgd,ptkd->pkgt", query[rows], key)
+        visible = (positions < plan.context_lens[rows][:, None])[:, None, None, :]
+        tile = _tile_softmax(scores, visible, "pkgt,ptkd->pkgd", value)
+        return carry.merge_rows(tile, rows)
+
+    start = _Softmax.empty((num_rows + 1, *heads), head_dim)
+    num_iterations = -(-plan.decode_tiles.count // tiles_at_once)
+    softmax = lax.fori_loop(0, num_iterations, step, start)
+    return softmax.normalised()[:num_rows].astype(query.dtype)
+
+
+def _attend_prefills(
+    query: Float[Array, "T K G D"],
+    pool: Float[Array, "N B 2K D"],
+    plan: XlaPlan,
+    decoded: Float[Array, "R K G D"],
+) -> Float[Array, "T K G D"]:
+    """Put the tokens of prefill chunks behind the decoded ones.
+
+    Query tiles are written in the order of their tokens, whole: what a tile writes past the end
+    of its chunk is overwritten by the chunk after it, or is padding.
+    """
+    num_tokens = query.shape[0]
+    room = ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0))
+    query = jnp.pad(query, room)
+    out = jnp.pad(decoded, ((0, num_tokens - decoded.shape[0]), *room[1:]))
+    out = jnp.pad(out, room)
+
+    def step(tile: Array, out: Array) -> Array:
+        row, ordinal = plan.query_tiles.rows_and_ordinals(tile)
+        start = plan.query_starts[row] + ordinal * QUERY_TILE
+        # Token i of the batch is at position context_len - (query end - i) of its sequence.
+        first_position = plan.context_lens[row] - plan.query_starts[row + 1] + start
+        tile_query = lax.dynamic_slice_in_dim(query, start, QUERY_TILE)
+        attended = _attend_query_tile(tile_query, pool, plan, row, first_position)
+        return lax.dynamic_update_slice_in_dim(out, attended, start, 0)
+
+    return lax.fori_loop(0, plan.query_tiles.count, step, out)[:num_tokens]
+
+
+def _attend_query_tile(
+    query: Float[Array, "Q K G D"],
+    pool: Float[Array, "N B 2K D"],
+    plan: XlaPlan,
+    row: Int[Array, ""],
+    first_position: Int[Array, ""],
+) -> Float[Array, "Q K G D"]:
+    """Q neighbouring tokens of one sequence, the first at `first_position`."""
+    num_queries, num_kv_heads, group, head_dim = query.shape
+    query_positions = first_position + jnp.arange(num_queries)
+    # "K (Q G) D" makes one matmul a KV head of all queries that share it.
+    stacked = query.transpose(1, 0, 2, 3).reshape(num_kv_heads, num_queries * group, head_dim)
+    end = jnp.minimum(first_position + num_queries, plan.context_lens[row])
+
+    def step(ordinal: Array, carry: _Softmax) -> _Softmax:
+        key, value, positions = _gather_tiles(pool, plan, row[None], ordinal[None])
+        scores = jnp.einsum("kqd,tkd->kqt", stacked, key[0])
+        # Queries past the end of the chunk only fill up the tile, but must stay finite.
+        last_visible = jnp.minimum(jnp.repeat(query_positions, group), plan.context_lens[row] - 1)
+        visible = positions <= last_visible[:, None]
+        return carry.merge(_tile_softmax(scores, visible[None], "kqt,tkd->kqd", value[0]))
+
+    start = _Softmax.empty((num_kv_heads, num_queries * group), head_dim)
+    tile_tokens = _tile_blocks(pool) * pool.shape[1]
+    softmax = lax.fori_loop(0, -(-end // tile_tokens), step, start)
+    out = softmax.normalised().reshape(num_kv_heads, num_queries, group, head_dim)
+    return out.transpose(1, 0, 2, 3).astype(query.dtype)
+
+
+def _tile_blocks(pool: Float[Array, "N B 2K D"]) -> int:
+    return max(1, TILE // pool.shape[1])
+
+
+def _gather_tiles(
+    pool: Float[Array, "N B 2K D"],
+    plan: XlaPlan,
+    rows: Int[Array, "P"],
+    ordinals: Int[Array, "P"],
+) -> tuple[Float[Array, "P L K D"], Float[Array, "P L K D"], Int[Array, "P L"]]:
+    """Keys, values and positions of the L tokens of each tile.
+
+    Slots behind the end of a sequence may hold anything, NaN included: values are zeroed there,
+    because a weight of 0 would not silence them.
+    """
+    num_tiles, (_, block_size, _, head_dim) = rows.shape[0], pool.shape
+    tile_blocks = _tile_blocks(pool)
+    columns = ordinals[:, None] * tile_blocks + jnp.arange(tile_blocks)[None, :]
+    blocks = plan.block_tables[rows[:, None], columns]
+    tokens = pool[blocks].reshape(num_tiles, tile_blocks * block_size, -1, head_dim)
+    positions = ordinals[:, None] * (tile_blocks * block_size) + jnp.arange(tokens.shape[1])[None, :]
+    is_written = (positions < plan.context_lens[rows][:, None])[:, :, None, None]
+    return tokens[:, :, 0::2], jnp.where(is_written, tokens[:, :, 1::2], 0), positions
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Softmax:
+    """A softmax-weighted sum over the tiles seen so far, not yet divided by its denominator."""
+
+    maximum: Float[Array, "*R"]
+    denominator: Float[Array, "*R"]
+    total: Float[Array, "*R D"]
+
+    @classmethod
+    def empty(cls, rows: tuple[int, ...], head_dim: int) -> Self:
+        return cls(
+            maximum=jnp.full(rows, MASKED, jnp.float32),
+            denominator=jnp.zeros(rows, jnp.float32),
+            total=jnp.zeros((*rows, head_dim), jnp.float32),
+        )
+
+    def merge(self, tile: Self) -> Self:
+        maximum = jnp.maximum(self.maximum, tile.maximum)
+        old, new = jnp.exp(self.maximum - maximum), jnp.exp(tile.maximum - maximum)
+        return type(self)(
+            maximum=maximum,
+            denominator=self.denominator * old + tile.denominator * new,
+            total=self.total * old[..., None] + tile.total * new[..., None],
+        )
+
+    def merge_rows(self, tiles: Self, rows: Int[Array, "P"]) -> Self:
+        """Merge tile p into row rows[p]; several tiles may belong to one row."""
+        maximum = self.maximum.at[rows].max(tiles.maximum)
+        old, new = jnp.exp(self.maximum - maximum), jnp.exp(tiles.maximum - maximum[rows])
+        # A matmul with a 0/1 matrix adds the tiles up; XLA's scatter-add on CPUs is a scalar loop.
+        member = (rows[None, :] == jnp.arange(self.maximum.shape[0])[:, None]).astype(jnp.float32)
+        return type(self)(
+            maximum=maximum,
+            denominator=self.denominator * old
+            + jnp.einsum("sp,pkg->skg", member, tiles.denominator * new),
+            total=self.total * old[..., None]
+            + jnp.einsum("sp,pkgd->skgd", member, tiles.total * new[..., None]),
+        )
+
+    def normalised(self) -> Float[Array, "*R D"]:
+        """Zeros for rows that saw no token."""
+        return self.total / jnp.maximum(self.denominator, 1e-30)[..., None]
+
+
+def _tile_softmax(
+    scores: Float[Array, "*R L"],
+    visible: Bool[Array, "... L"],
+    weighted_sum: str,
+    value: Float[Array, "... L K D"],
+) -> _Softmax:
+    scores = jnp.where(visible, scores.astype(jnp.float32), MASKED)
+    maximum = scores.max(-1)
+    # Where nothing is visible, MASKED - MASKED would give weights of 1.
+    weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), 0.0)
+    total = jnp.einsum(weighted_sum, weights.astype(value.dtype), value)
+    return _Softmax(maximum, weights.sum(-1), total.astype(jnp.float32))
