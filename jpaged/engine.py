@@ -55,32 +55,26 @@ class Engine:
         self.step_timings = StepTimings()
         self._runner = runner
         self._check_invariants = check_invariants
-        self._requests: dict[str, Request] = {}
         self._launched: LaunchedStep | None = None
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise `RequestError` if `add_request` would; thread-safe."""
-        self.make_request("", prompt, params)
-
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """Tokenize and check a request without queueing it; thread-safe."""
+        """Tokenize and check a request without queueing it. Thread-safe.
+
+        Raises `RequestError` that names the field at fault.
+        """
         request = self.inputs.request(request_id, prompt, params)
         self.scheduler.check_fits(request.num_prompt_tokens)
         return request
 
     def add_request(self, request: Request) -> None:
-        """Queue a request made by `make_request`; its id must be unique among the live ones."""
-        assert request.request_id not in self._requests, f"{request.request_id=} is in use"
-        self._requests[request.request_id] = request
+        """Queue a request made by `make_request`."""
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> Request | None:
-        """End a request and free its blocks. None if it has finished already."""
-        request = self._requests.get(request_id)
-        if request is not None:
+    def abort(self, request: Request) -> None:
+        """End a request and free its blocks; nothing happens if it has finished already."""
+        if not request.is_finished:
             self.scheduler.finish(request, FinishReason.ABORT)
-            self._forget(request)
-        return request
+            self.metrics.record_finished(request)
 
     @property
     def has_unfinished(self) -> bool:
@@ -104,7 +98,7 @@ class Engine:
         progressed = batch.finished + self._process(finished_step)
         for request in progressed:
             if request.is_finished:
-                self._forget(request)
+                self.metrics.record_finished(request)
         self._record(batch)
         if self._check_invariants:
             self.scheduler.check_integrity()
@@ -139,10 +133,6 @@ class Engine:
             self.metrics.record_tokens(request, 1, request.last_token_time - last_token_time)
         if request.is_finished:
             self.scheduler.retire(request)
-
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self.metrics.record_finished(request)
 
     def _record(self, batch: ScheduledBatch) -> None:
         self.metrics.record_step(

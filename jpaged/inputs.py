@@ -134,11 +134,17 @@ class InputProcessor:
         )
 
 
-def chat_prompt(tokenizer: Tokenizer | None, messages: list[dict[str, Any]]) -> TokensPrompt:
-    """A conversation in the model's chat template, ready for its answer."""
+def chat_prompt(
+    tokenizer: Tokenizer | None,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+) -> TokensPrompt:
+    """A conversation in the model's chat template, by default ready for its answer."""
     if tokenizer is None:
         raise RequestError(
             "chat needs a tokenizer, but the engine was started with skip_tokenizer_init",
             param="messages",
         )
-    return {"prompt_token_ids": tokenizer.encode_chat(messages, add_generation_prompt=True)}
+    token_ids = tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt)
+    return {"prompt_token_ids": token_ids}

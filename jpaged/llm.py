@@ -83,7 +83,7 @@ class LLM:
         except BaseException:
             # Interrupted: leave nothing behind that a later call would run.
             for request in requests:
-                self.engine.abort(request.request_id)
+                self.engine.abort(request)
             raise
 
 

@@ -33,7 +33,7 @@ def rms_norm(x: Float[Array, "T E"], weight: Float[Array, "E"], eps: float) -> F
 
 def rope_angles(
     positions: Int[Array, "T"], rope: RopeConfig, head_dim: int
-) -> Float[Array, "2 T D/2"]:
+) -> Float[Array, "2 T D_half"]:
     """Cosines and sines of every position, times the attention factor of the scaling."""
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
@@ -41,7 +41,7 @@ def rope_angles(
 
 
 def apply_rope(
-    heads: Float[Array, "T H D"], angles: Float[Array, "2 T D/2"]
+    heads: Float[Array, "T H D"], angles: Float[Array, "2 T D_half"]
 ) -> Float[Array, "T H D"]:
     """Rotate dimension d together with dimension d + D/2 (the order of HF checkpoints)."""
     cos, sin = angles[:, :, None, :]

@@ -47,7 +47,7 @@ def load_model(
     # Shapes only: no memory is spent before the weights arrive.
     graph, state = nnx.split(nnx.eval_shape(lambda: architecture(config, dtype)))
     keyed, treedef = jax.tree.flatten(state)
-    paths = [".".join(map(str, path)) for path, _ in state.flat_state()]
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     weights = load_weights(
         dict(zip(paths, keyed, strict=True)),
         architecture.weight_table(config),

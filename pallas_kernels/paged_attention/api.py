@@ -25,7 +25,7 @@ class AttentionMetadata:
 
     block_tables: Int[Array, "S M"]
     context_lens: Int[Array, "S"]
-    query_starts: Int[Array, "S+1"]
+    query_starts: Int[Array, "S1"]
     num_decodes: Int[Array, ""]
 
 

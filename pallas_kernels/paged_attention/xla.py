@@ -51,9 +51,9 @@ class TileList:
 class XlaPlan:
     """block_tables and context_lens have one row more than the batch: row S is empty."""
 
-    block_tables: Int[Array, "S+1 M"]
-    context_lens: Int[Array, "S+1"]
-    query_starts: Int[Array, "S+1"]
+    block_tables: Int[Array, "S1 M"]
+    context_lens: Int[Array, "S1"]
+    query_starts: Int[Array, "S1"]
     num_decodes: Int[Array, ""]
     decode_tiles: TileList
     query_tiles: TileList
@@ -95,11 +95,11 @@ class XlaPagedAttention:
 
     def write(
         self,
-        pool: Float[Array, "N B 2K D"],
+        pool: Float[Array, "N B K2 D"],
         key: Float[Array, "T K D"],
         value: Float[Array, "T K D"],
         slots: Int[Array, "T"],
-    ) -> Float[Array, "N B 2K D"]:
+    ) -> Float[Array, "N B K2 D"]:
         block_size = pool.shape[1]
         num_tokens, num_kv_heads, head_dim = key.shape
         interleaved = jnp.stack([key, value], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
@@ -110,7 +110,7 @@ class XlaPagedAttention:
     def attend(
         self,
         query: Float[Array, "T H D"],
-        pool: Float[Array, "N B 2K D"],
+        pool: Float[Array, "N B K2 D"],
         plan: XlaPlan,
         *,
         scale: float,
@@ -128,7 +128,7 @@ class XlaPagedAttention:
 
 
 def _attend_decodes(
-    query: Float[Array, "R K G D"], pool: Float[Array, "N B 2K D"], plan: XlaPlan
+    query: Float[Array, "R K G D"], pool: Float[Array, "N B K2 D"], plan: XlaPlan
 ) -> Float[Array, "R K G D"]:
     """Rows of one token, R = min(S, T). Row r is token r; rows that are no decodes get zeros."""
     num_rows, num_kv_heads, group, head_dim = query.shape
@@ -155,7 +155,7 @@ def _attend_decodes(
 
 def _attend_prefills(
     query: Float[Array, "T K G D"],
-    pool: Float[Array, "N B 2K D"],
+    pool: Float[Array, "N B K2 D"],
     plan: XlaPlan,
     decoded: Float[Array, "R K G D"],
 ) -> Float[Array, "T K G D"]:
@@ -184,7 +184,7 @@ def _attend_prefills(
 
 def _attend_query_tile(
     query: Float[Array, "Q K G D"],
-    pool: Float[Array, "N B 2K D"],
+    pool: Float[Array, "N B K2 D"],
     plan: XlaPlan,
     row: Int[Array, ""],
     first_position: Int[Array, ""],
@@ -211,12 +211,12 @@ def _attend_query_tile(
     return out.transpose(1, 0, 2, 3).astype(query.dtype)
 
 
-def _tile_blocks(pool: Float[Array, "N B 2K D"]) -> int:
+def _tile_blocks(pool: Float[Array, "N B K2 D"]) -> int:
     return max(1, TILE // pool.shape[1])
 
 
 def _gather_tiles(
-    pool: Float[Array, "N B 2K D"],
+    pool: Float[Array, "N B K2 D"],
     plan: XlaPlan,
     rows: Int[Array, "P"],
     ordinals: Int[Array, "P"],

@@ -1,0 +1,209 @@
+"""The engine for asyncio: one thread runs it, coroutines stream from it and may be cancelled."""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.errors import EngineDeadError
+from jpaged.inputs import Prompt, TokensPrompt, chat_prompt
+from jpaged.metrics import Metrics
+from jpaged.outputs import RequestOutput
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.startup import LoadedEngine, load_engine
+from jpaged.tokenizer import Tokenizer
+
+DRAIN_POLL_SECONDS = 0.02
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """Hands a request's newest snapshot from the engine's thread to a coroutine.
+
+    Snapshots are cumulative, so a slow reader skips some but loses nothing.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._latest: RequestOutput | EngineDeadError | None = None
+
+    def put(self, item: RequestOutput | EngineDeadError) -> None:
+        """Called by the engine's thread."""
+        self._latest = item
+        # The loop is closed when a program ends in the middle of a stream.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def get(self) -> RequestOutput:
+        await self._changed.wait()
+        self._changed.clear()
+        assert self._latest is not None
+        if isinstance(self._latest, EngineDeadError):
+            raise self._latest
+        return self._latest
+
+
+class AsyncEngine:
+    """Construct, `await start()`, then call `generate` from any number of coroutines."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.model_name = config.model
+        self.tokenizer: Tokenizer | None = None
+        self.max_model_len = 0
+        self._loaded: LoadedEngine | None = None
+        self._death: BaseException | None = None
+        self._is_draining = False
+        self._request_numbers = count()
+        self._streams: dict[Request, _Stream] = {}
+        # Actions of coroutines, carried out by the engine's thread between two steps.
+        self._actions: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        # One thread keeps long prompts off the event loop; tokenizers are not safe in several.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def start(self) -> None:
+        """Load the model, compile its programs, start the engine. Raises `JpagedError`."""
+        loaded = await asyncio.to_thread(load_engine, self.config)
+        self.model_name = loaded.model_name
+        self.tokenizer = loaded.tokenizer
+        self.max_model_len = loaded.max_model_len
+        self._loaded = loaded
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._loaded is not None
+
+    @property
+    def engine(self) -> Engine:
+        """Only for reading: the engine's thread may change it at any time."""
+        if self._loaded is None:
+            raise EngineDeadError("the engine has not started yet")
+        return self._loaded.engine
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.engine.metrics
+
+    def check_health(self) -> None:
+        """Raise `EngineDeadError` if the engine's loop has stopped."""
+        if self._death is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._death}") from self._death
+
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> TokensPrompt:
+        """A conversation in the model's chat template."""
+        return chat_prompt(
+            self.tokenizer, messages, add_generation_prompt=add_generation_prompt
+        )
+
+    async def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise `RequestError` if `generate` would refuse this."""
+        await self._make_request("", prompt, params)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Snapshots of the growing answer; the last one has `finished`.
+
+        Closing or cancelling the iterator aborts the request. Raises `RequestError` for a request
+        that is refused and `EngineDeadError` when the engine stops. `request_id` only labels the
+        output: two requests may have the same.
+        """
+        if request_id is None:
+            request_id = f"request-{next(self._request_numbers)}"
+        request = await self._make_request(request_id, prompt, params)
+        # Known to the engine's thread before its health is checked: if it stops after the check,
+        # it ends the stream.
+        stream = self._streams[request] = _Stream(asyncio.get_running_loop())
+        is_finished = False
+        try:
+            self.check_health()
+            self._actions.put(lambda engine: engine.add_request(request))
+            while not is_finished:
+                output = await stream.get()
+                is_finished = output.finished
+                yield output
+        finally:
+            self._streams.pop(request, None)
+            if not is_finished:
+                self._actions.put(lambda engine: engine.abort(request))
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests, and wait up to `timeout` seconds for the running ones."""
+        self._is_draining = True
+        deadline = time.monotonic() + timeout
+        while self._is_busy() and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    async def shutdown(self) -> None:
+        """Stop the engine's thread; requests that still run end with `EngineDeadError`."""
+        self._is_draining = True
+        self._actions.put(None)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        self._tokenizing.shutdown()
+
+    def _is_busy(self) -> bool:
+        return bool(self._streams) or not self._actions.empty()
+
+    async def _make_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams
+    ) -> Request:
+        self.check_health()
+        if self._is_draining:
+            raise EngineDeadError("the server is shutting down and takes no new requests")
+        make_request = self.engine.make_request
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._tokenizing, make_request, request_id, prompt, params
+        )
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_actions():
+                if self.engine.has_unfinished:
+                    for request in self.engine.step():
+                        self._deliver(request)
+            self._stop(EngineDeadError("it was shut down"))
+        except BaseException as error:
+            logger.exception("the engine has stopped")
+            self._stop(error)
+
+    def _take_actions(self) -> bool:
+        """Carry out what is queued, waiting when there is nothing else to do. False: stop."""
+        is_idle = not self.engine.has_unfinished
+        while is_idle or not self._actions.empty():
+            action = self._actions.get()
+            if action is None:
+                return False
+            action(self.engine)
+            is_idle = False
+        return True
+
+    def _deliver(self, request: Request) -> None:
+        # The reader may have gone while the step was on its way.
+        stream = self._streams.get(request)
+        if stream is not None:
+            stream.put(request.output())
+
+    def _stop(self, error: BaseException) -> None:
+        """From now on everybody who reads, or comes to read, gets the error."""
+        self._death = error
+        for stream in list(self._streams.values()):
+            stream.put(EngineDeadError(f"the engine has stopped: {error}"))

@@ -1,0 +1,56 @@
+"""Engines of tiny models, made once for all tests that ask for the same options."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jpaged.llm import LLM
+
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 200,
+    "check_invariants": True,
+}
+
+
+@pytest.fixture(scope="session")
+def make_llm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
+    """make_llm(folder, **options): equal arguments give the same, idle engine."""
+    cache_folder = str(tmp_path_factory.mktemp("programs"))
+    made: dict[str, LLM] = {}
+
+    def make(model: Path | str, **options: Any) -> LLM:
+        options = {**SMALL, "compilation_cache_dir": cache_folder, **options}
+        key = f"{model} {sorted(options.items())}"
+        if key not in made:
+            made[key] = LLM(str(model), **options)
+        assert not made[key].engine.has_unfinished
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def count_compilations():
+    """A context that counts how often XLA compiles, or reads a program from its cache."""
+
+    @contextmanager
+    def counting():
+        events = []
+
+        def listen(event: str, duration: float, **_: Any) -> None:
+            if event == "/jax/core/compile/backend_compile_duration":
+                events.append(duration)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield lambda: len(events)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    return counting

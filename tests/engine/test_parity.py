@@ -1,0 +1,101 @@
+"""Greedy answers equal those of transformers in float32, whatever the batch, block size or budget."""
+
+import numpy as np
+import pytest
+
+from jpaged.sampling_params import SamplingParams
+from tests.engine.prompts import DEMO_PROMPTS
+from tests.hf_reference import assert_greedy_parity, hf_greedy
+
+pytestmark = pytest.mark.torch
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS = {
+    "grouped-queries": {},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "no-groups": {"num_key_value_heads": 4},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "odd-head-dim": {"head_dim": 20},
+    "llama3-rope": {"rope_parameters": {"rope_theta": 10_000.0, **LLAMA3_ROPE}},
+}
+NUM_TOKENS = 16
+
+
+def random_prompts(vocab_size: int, lengths: list[int]) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+def ours(llm, prompts, num_tokens=NUM_TOKENS):
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    token_prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(token_prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_llama(variant, tiny_llama, hf_model, make_llm):
+    """O-47 and friends: head_dim, groups, biases, tying and RoPE as the config says."""
+    folder = tiny_llama(**VARIANTS[variant])
+    # Longer than the rotary scaling's original length, and than a tile of attention.
+    prompts = random_prompts(256, [1, 5, 16, 17, 33, 100, 150])
+    expected = hf_greedy(hf_model(folder), prompts, NUM_TOKENS)
+    llm = make_llm(folder)
+    assert_greedy_parity(ours(llm, prompts), expected)
+    assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts], expected)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
+@pytest.mark.parametrize("budget", [16, 64, 512])
+def test_block_sizes_and_budgets(block_size, budget, tiny_llama, hf_model, make_llm):
+    """O-01: every row reads its own blocks in any order of rows. O-13: chunks change nothing."""
+    folder = tiny_llama(max_position_embeddings=512)
+    prompts = random_prompts(256, [5, 16, 17, 33, 300, 64, 1, 120])
+    expected = hf_greedy(hf_model(folder), prompts, NUM_TOKENS)
+    llm = make_llm(folder, block_size=block_size, max_num_batched_tokens=budget)
+    assert_greedy_parity(ours(llm, prompts), expected)
+    assert_greedy_parity(ours(llm, prompts[::-1]), expected[::-1])
+    assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts[:4]], expected[:4])
+
+
+@pytest.mark.parametrize("budget", [17, 64, 299, 300])
+def test_chunked_prefill_beside_decodes(budget, tiny_llama, hf_model, make_llm):
+    """O-13: a long prompt in chunks, alone and while three others decode."""
+    folder = tiny_llama(max_position_embeddings=512)
+    prompts = random_prompts(256, [3, 9, 20, 300])
+    expected = hf_greedy(hf_model(folder), prompts, NUM_TOKENS)
+    llm = make_llm(folder, max_num_batched_tokens=budget)
+    assert_greedy_parity(ours(llm, prompts[3:]), expected[3:])
+    assert_greedy_parity(ours(llm, prompts), expected)
+
+
+@pytest.mark.parametrize("block_size,budget", [(16, 512), (8, 64), (32, 16), (128, 64)])
+def test_demo_model(block_size, budget, demo_model_path, demo_hf_model, demo_answers, make_llm):
+    """20 prompts, 64 tokens each, alone (a few) and together."""
+    llm = make_llm(
+        demo_model_path,
+        block_size=block_size,
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(budget, 20),
+        max_model_len=512,
+    )
+    prompts = [llm.tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
+    assert_greedy_parity(ours(llm, prompts, 64), demo_answers)
+    assert_greedy_parity(ours(llm, prompts[:2], 64), demo_answers[:2])
+    assert_greedy_parity(ours(llm, prompts[2:3], 64), demo_answers[2:3])
+
+
+@pytest.fixture(scope="module")
+def demo_answers(demo_hf_model, demo_model_path):
+    from jpaged.model_files import load_tokenizer, resolve_model
+
+    tokenizer = load_tokenizer(resolve_model(str(demo_model_path)))
+    prompts = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
+    return hf_greedy(demo_hf_model, prompts, 64)

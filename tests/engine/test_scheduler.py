@@ -1,0 +1,198 @@
+"""The scheduler with a device that answers one step late, as the engine's does."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.block_pool import BlockPool
+from jpaged.errors import RequestError
+from jpaged.outputs import FinishReason
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduled_batch import ScheduledBatch
+from jpaged.scheduler import Scheduler
+
+STOP_TOKEN = 7
+
+
+def make_request(name: str, num_prompt_tokens: int, max_tokens: int) -> Request:
+    return Request(
+        name,
+        list(range(100, 100 + num_prompt_tokens)),
+        SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset({STOP_TOKEN}),
+    )
+
+
+class Simulation:
+    """Runs steps as the engine does: step n + 1 is scheduled before the tokens of n are read.
+
+    `stops_after[name]`: number of tokens after which the device samples the stop token.
+    """
+
+    def __init__(self, *, num_blocks, block_size=4, max_num_seqs=3, budget=8, stops_after=None):
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks),
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+        )
+        self.block_size, self.budget, self.max_num_seqs = block_size, budget, max_num_seqs
+        self.stops_after = stops_after or {}
+        self.in_flight: list[Request] = []
+        self.num_steps = 0
+        self.num_preemptions = 0
+
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        self.check(batch)
+        sampled = [row.request for row in batch.rows if row.is_sampled]
+        for request in self.in_flight:
+            if not request.is_finished:
+                self.read_token(request)
+        self.in_flight = sampled
+        self.num_steps += 1
+        self.num_preemptions += len(batch.preempted)
+        self.scheduler.check_integrity()
+        return batch
+
+    def read_token(self, request: Request) -> None:
+        is_last = request.num_output_tokens + 1 >= self.stops_after.get(request.request_id, 10**9)
+        request.append_token(STOP_TOKEN if is_last else 1)
+        if request.is_finished:
+            self.scheduler.retire(request)
+
+    def run(self, max_steps: int = 10_000) -> None:
+        while self.scheduler.has_requests or self.in_flight:
+            assert self.num_steps < max_steps, "no progress"
+            self.step()
+
+    def check(self, batch: ScheduledBatch) -> None:
+        rows = batch.rows
+        assert batch.num_tokens == sum(row.num_tokens for row in rows) <= self.budget
+        assert len(rows) <= self.max_num_seqs
+        assert len({row.request.slot for row in rows}) == len(rows)
+        assert all(row.num_tokens == 1 for row in batch.decodes)
+        for row in rows:
+            end = row.start + row.num_tokens
+            assert row.request.num_computed_tokens == end
+            assert len(row.request.block_ids) * self.block_size >= end, "a token without a slot"
+            # Only the last token that is known, on the host or on the device, yields another.
+            assert row.is_sampled == (end == row.request.num_tokens - row.is_sampled)
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(1, 25), st.integers(0, 6)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=300)
+@given(
+    requests=REQUESTS,
+    num_blocks=st.integers(5, 14),
+    max_num_seqs=st.integers(1, 4),
+    budget=st.integers(4, 24),
+    abort_at=st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=3),
+)
+def test_every_request_ends_as_it_should(requests, num_blocks, max_num_seqs, budget, abort_at):
+    """O-04, O-14: under pressure, with stops and aborts, all end with exactly their tokens."""
+    stops = {str(number): stop for number, (_, _, stop, _) in enumerate(requests)}
+    simulation = Simulation(
+        num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, stops_after=stops
+    )
+    made = [make_request(str(n), prompt, out) for n, (prompt, out, _, _) in enumerate(requests)]
+    arrivals = sorted(range(len(made)), key=lambda number: requests[number][3])
+    aborted = set()
+    while arrivals or simulation.scheduler.has_requests or simulation.in_flight:
+        while arrivals and requests[arrivals[0]][3] <= simulation.num_steps:
+            simulation.scheduler.add(made[arrivals.pop(0)])
+        victim = abort_at.get(simulation.num_steps, len(made))
+        if victim < len(made) and victim not in arrivals and not made[victim].is_finished:
+            aborted.add(victim)
+            simulation.scheduler.finish(made[victim], FinishReason.ABORT)
+        simulation.step()
+        assert simulation.num_steps < 5000, "no progress"
+    capacity = num_blocks * simulation.block_size
+    for number, (request, (prompt, out, stop, _)) in enumerate(zip(made, requests, strict=True)):
+        assert request.is_finished
+        if number in aborted:
+            assert request.finish_reason is FinishReason.ABORT
+            continue
+        # The last token needs no slot of its own.
+        room = capacity - prompt + 1
+        assert request.num_output_tokens == min(out, stop, room)
+        is_stopped = stop <= min(out, room)
+        assert request.finish_reason == (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+    assert simulation.scheduler.block_pool.num_used == 0
+
+
+def test_first_come_first_served():
+    """O-12: under pressure a long request is not overtaken again and again."""
+    simulation = Simulation(num_blocks=8, max_num_seqs=2, budget=8)
+    long = make_request("long", 8, 16)
+    simulation.scheduler.add(long)
+    for number in range(60):
+        simulation.scheduler.add(make_request(f"short-{number}", 4, 4))
+        if simulation.num_steps < 25:
+            simulation.step()
+    assert long.is_finished and long.num_output_tokens == 16
+    assert long.num_preemptions == 0
+    simulation.run()
+
+
+def test_latest_arrival_is_preempted_and_comes_back_first():
+    simulation = Simulation(num_blocks=9, max_num_seqs=3, budget=16)
+    requests = [make_request(name, 5, 12) for name in "abc"]
+    for request in requests:
+        simulation.scheduler.add(request)
+    simulation.run()
+    assert requests[0].num_preemptions == 0
+    assert requests[2].num_preemptions > 0
+    finished = sorted(requests, key=lambda request: request.finished_time)
+    assert [request.request_id for request in finished] == ["a", "b", "c"]
+    # Without room kept for the running ones, it would be a preemption a step.
+    assert simulation.num_preemptions <= 4
+
+
+def test_prompt_larger_than_the_pool_is_refused_at_once():
+    """O-09"""
+    simulation = Simulation(num_blocks=5)
+    with pytest.raises(RequestError, match="has 21 tokens and needs 6 KV blocks.*pool has 5"):
+        simulation.scheduler.add(make_request("large", 21, 1))
+    simulation.scheduler.add(make_request("small", 5, 3))
+    simulation.run()
+
+
+def test_answer_larger_than_the_pool_ends_by_length():
+    """O-09: 20 slots hold 8 prompt tokens and 12 generated ones; one more needs none."""
+    simulation = Simulation(num_blocks=5)
+    request = make_request("grows", 8, 100)
+    simulation.scheduler.add(request)
+    simulation.run()
+    assert request.finish_reason is FinishReason.LENGTH
+    assert request.num_output_tokens == 13
+
+
+def test_decodes_go_first_and_prompts_fill_the_budget():
+    simulation = Simulation(num_blocks=50, max_num_seqs=4, budget=10)
+    simulation.scheduler.add(make_request("a", 3, 20))
+    simulation.step()
+    simulation.scheduler.add(make_request("b", 25, 5))
+    sizes = []
+    for _ in range(3):
+        batch = simulation.step()
+        assert [row.request.request_id for row in batch.decodes] == ["a"]
+        sizes.append([row.num_tokens for row in batch.prefills])
+    assert sizes == [[9], [9], [7]]
+    assert len(simulation.step().decodes) == 2
+
+
+def test_only_the_last_chunk_yields_a_token():
+    """O-13"""
+    simulation = Simulation(num_blocks=50, budget=8)
+    simulation.scheduler.add(make_request("a", 20, 1))
+    sampled = [[row.is_sampled for row in simulation.step().rows] for _ in range(3)]
+    assert sampled == [[False], [False], [True]]
