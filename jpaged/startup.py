@@ -1,13 +1,12 @@
 """From engine options to an engine that is ready: files, weights, memory, programs."""
 
 import logging
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.cache_folder import user_cache_folder
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.inputs import InputProcessor
@@ -82,10 +81,7 @@ def compute_dtype(config: EngineConfig) -> jnp.dtype:
 
 def use_compilation_cache(config: EngineConfig) -> None:
     """Keep every compiled program on disk, however small: a start then only reads them."""
-    folder = config.compilation_cache_dir
-    if folder is None:
-        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = str(Path(cache_home) / "jpaged" / "programs")
+    folder = config.compilation_cache_dir or str(user_cache_folder() / "programs")
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.paged_attention.api import AttentionMetadata
 
 TILE = 64  # context tokens a tile; a multiple of any block size up to it
-DECODE_TILES = 16  # tiles of decode rows in one batched matmul
+MIN_DECODE_TILES, MAX_DECODE_TILES = 4, 16  # tiles of decode rows in one batched matmul
 QUERY_TILE = 64  # query tokens of a prefill chunk in one matmul
 MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
 
@@ -71,9 +71,7 @@ class XlaPagedAttention:
     ) -> tuple[int, ...]:
         return num_blocks, block_size, 2 * num_kv_heads, head_dim
 
-    def plan(
-        self, metadata: AttentionMetadata, *, block_size: int, decode_only: bool
-    ) -> XlaPlan:
+    def plan(self, metadata: AttentionMetadata, *, block_size: int, decode_only: bool) -> XlaPlan:
         num_rows, num_table_blocks = metadata.block_tables.shape
         tile_blocks = max(1, TILE // block_size)
         rows = jnp.arange(num_rows)
@@ -102,7 +100,9 @@ class XlaPagedAttention:
     ) -> Float[Array, "N B K2 D"]:
         block_size = pool.shape[1]
         num_tokens, num_kv_heads, head_dim = key.shape
-        interleaved = jnp.stack([key, value], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
+        interleaved = jnp.stack([key, value], axis=2).reshape(
+            num_tokens, 2 * num_kv_heads, head_dim
+        )
         return pool.at[slots // block_size, slots % block_size].set(
             interleaved.astype(pool.dtype), mode="drop"
         )
@@ -135,7 +135,8 @@ def _attend_decodes(
     heads = (num_kv_heads, group)
     # Row R collects the tiles that only fill up the last matmul.
     query = jnp.pad(query, ((0, 1), (0, 0), (0, 0), (0, 0)))
-    tiles_at_once = min(DECODE_TILES, num_rows * plan.block_tables.shape[1])
+    # About one tile a row: more would only be padding when contexts are short.
+    tiles_at_once = min(max(num_rows, MIN_DECODE_TILES), MAX_DECODE_TILES)
 
     def step(iteration: Array, carry: _Softmax) -> _Softmax:
         tiles = iteration * tiles_at_once + jnp.arange(tiles_at_once, dtype=jnp.int32)
@@ -231,7 +232,9 @@ def _gather_tiles(
     columns = ordinals[:, None] * tile_blocks + jnp.arange(tile_blocks)[None, :]
     blocks = plan.block_tables[rows[:, None], columns]
     tokens = pool[blocks].reshape(num_tiles, tile_blocks * block_size, -1, head_dim)
-    positions = ordinals[:, None] * (tile_blocks * block_size) + jnp.arange(tokens.shape[1])[None, :]
+    positions = (
+        ordinals[:, None] * (tile_blocks * block_size) + jnp.arange(tokens.shape[1])[None, :]
+    )
     is_written = (positions < plan.context_lens[rows][:, None])[:, :, None, None]
     return tokens[:, :, 0::2], jnp.where(is_written, tokens[:, :, 1::2], 0), positions
 

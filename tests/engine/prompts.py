@@ -19,6 +19,7 @@ DEMO_PROMPTS = [
     "SELECT name, age FROM users WHERE",
     "Photosynthesis is the process by which plants " * 6,
     "To be, or not to be, that is the question: whether 'tis nobler in the mind",
-    "The following is a list of countries and their capitals:\n" + "Spain: Madrid\nItaly: Rome\n" * 8,
+    "The following is a list of countries and their capitals:\n"
+    + "Spain: Madrid\nItaly: Rome\n" * 8,
     "a",
 ]

@@ -1,4 +1,4 @@
-"""Greedy answers equal those of transformers in float32, whatever the batch, block size or budget."""
+"""Greedy answers equal those of transformers, whatever the batch, block size or step budget."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,1 @@
+"""What a model is: its config, its weights and its forward pass."""

@@ -1,0 +1,143 @@
+"""What a checkpoint's config.json says about a model, checked once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from jpaged.errors import CheckpointError
+from jpaged.models.config_reader import ConfigReader
+from jpaged.models.rope import RopeConfig
+
+# Keys that change what a model computes, with the values that leave it as implemented here.
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "quantization_config": (),
+    "pretraining_tp": (1,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "num_local_experts": (0, 1),
+    "num_experts": (0, 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and variants of a decoder-only model.
+
+    architecture: the class name that Hugging Face configs give, e.g. "LlamaForCausalLM".
+    head_dim: D; hidden_size need not equal num_heads * head_dim.
+    max_position_embeddings: longest text the model was trained for.
+    eos_token_ids: any of them ends an answer; empty when the checkpoint names none.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_hf(
+        cls,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        *,
+        name: str = "config.json",
+    ) -> Self:
+        """Read a parsed config.json; an eos_token_id in generation_config.json wins, even null.
+
+        name: where the config comes from, for messages.
+
+        Raises `UnsupportedModelError` for a variant that is not implemented and `CheckpointError`
+        for a missing or impossible value; both name the key.
+        """
+        reader = ConfigReader(config, name=name)
+        for key, supported in _NEUTRAL_VALUES.items():
+            reader.refuse_unless(key, *supported)
+        _refuse_sliding_window(reader)
+        num_heads = reader.integer("num_attention_heads")
+        max_position_embeddings = reader.integer("max_position_embeddings")
+        return cls(
+            architecture=_architecture(reader),
+            vocab_size=reader.integer("vocab_size"),
+            hidden_size=reader.integer("hidden_size"),
+            intermediate_size=reader.integer("intermediate_size"),
+            num_layers=reader.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(reader, num_heads),
+            head_dim=_head_dim(reader, num_heads),
+            rms_norm_eps=reader.number("rms_norm_eps"),
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+            attention_bias=reader.boolean("attention_bias", False),
+            mlp_bias=reader.boolean("mlp_bias", False),
+            rope=RopeConfig.from_hf(reader, max_position_embeddings=max_position_embeddings),
+            bos_token_id=reader.integer("bos_token_id", None, minimum=0),
+            eos_token_ids=_eos_token_ids(reader, generation_config),
+        )
+
+
+def _architecture(reader: ConfigReader) -> str:
+    names = reader.values.get("architectures")
+    if not isinstance(names, list | tuple) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(
+            f"architectures in {reader.name} must be a list with one class name, got {names!r:.80}"
+        )
+    return names[0]
+
+
+def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
+    num_kv_heads = reader.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads ({num_heads}) in {reader.name} must be a multiple of "
+            f"num_key_value_heads ({num_kv_heads})"
+        )
+    return num_kv_heads
+
+
+def _head_dim(reader: ConfigReader, num_heads: int) -> int:
+    head_dim = reader.integer("head_dim", None)
+    if head_dim is None:
+        hidden_size = reader.integer("hidden_size")
+        if hidden_size % num_heads:
+            raise CheckpointError(
+                f"{reader.name} has no head_dim, and hidden_size ({hidden_size}) is no multiple "
+                f"of num_attention_heads ({num_heads})"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim of {reader.name} must be even, got {head_dim}")
+    return head_dim
+
+
+def _refuse_sliding_window(reader: ConfigReader) -> None:
+    """A window is in force unless it is null or switched off."""
+    if reader.boolean("use_sliding_window", True):
+        reader.refuse_unless("sliding_window")
+    for layer_type in set(reader.values.get("layer_types") or ()) - {"full_attention"}:
+        ConfigReader({"layer_types": layer_type}, name=reader.name).refuse_unless("layer_types")
+
+
+def _eos_token_ids(
+    reader: ConfigReader, generation_config: Mapping[str, Any] | None
+) -> tuple[int, ...]:
+    if generation_config is not None and "eos_token_id" in generation_config:
+        reader = ConfigReader(generation_config, name="generation_config.json")
+    return reader.token_ids("eos_token_id")

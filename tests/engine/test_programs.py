@@ -1,0 +1,79 @@
+"""What the compiled programs look like: no copy of the pool, additive counts, fixed shapes."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.programs import lower_forward, lower_sample
+from jpaged.startup import measured_program_bytes
+from tests.random_llama import save_random_llama
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory, make_llm):
+    return make_llm(save_random_llama(tmp_path_factory.mktemp("random")))
+
+
+@pytest.fixture(scope="module")
+def spec(llm):
+    return llm.engine._runner.spec
+
+
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_forward_programs_do_not_copy_the_pool(spec, decode_only):
+    compiled = lower_forward(spec, spec.forward_shape(8, decode_only=decode_only)).compile()
+    pool_shape = ",".join(map(str, spec.kv_cache.layer_shape))
+    pool_ops = re.findall(rf"= f32\[{pool_shape}\]\S* (\w[\w-]*)\(", compiled.as_text())
+    # The pool comes in as a parameter, is scattered into in place, and goes out again.
+    assert pool_ops, "the pattern must match the pool"
+    assert not {"copy", "copy-start", "transpose", "select", "broadcast"} & set(pool_ops), pool_ops
+    pool_bytes = int(np.prod(spec.kv_cache.layer_shape)) * 4
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes >= pool_bytes * spec.kv_cache.num_layers
+    assert analysis.temp_size_in_bytes < pool_bytes
+
+
+def test_counts_of_programs_add_up(spec):
+    """O-61: tokens, rows and sampling rows are bucketed apart."""
+    assert spec.row_buckets == (1, 2, 4, 8)
+    assert spec.token_buckets == (16, 32, 64)
+    assert len(spec.forward_shapes()) == len(spec.row_buckets) + len(spec.token_buckets)
+    assert spec.num_programs == len(spec.forward_shapes()) + len(spec.row_buckets)
+
+
+def test_compiled_programs_refuse_other_shapes(llm, spec):
+    program = llm.engine._runner._programs.sample[4]
+    hidden = np.zeros((spec.num_slots, spec.model.config.hidden_size), np.float32)
+    last_token = np.zeros(spec.num_slots, np.int32)
+    ints, floats = np.zeros((5, 3), np.int32), np.zeros((2, 3), np.float32)
+    with pytest.raises(TypeError):
+        program(spec.model.params, hidden, last_token, ints, floats)
+
+
+def test_sampling_does_not_copy_parameters(spec):
+    compiled = lower_sample(spec, 4).compile()
+    vocabulary = f"{spec.model.config.vocab_size},{spec.model.config.hidden_size}"
+    assert not re.findall(rf"= f32\[{vocabulary}\]\S* copy\(", compiled.as_text())
+
+
+def test_temporary_memory_is_measured(spec):
+    """What a device's pool is sized by: at least the logits of all rows."""
+    logits = spec.num_slots * spec.model.config.vocab_size * 4
+    assert measured_program_bytes(spec) >= logits
+
+
+def test_pools_keep_their_place(llm):
+    """Donated and updated in place: the buffers of the first layer never move."""
+    from jpaged.sampling_params import SamplingParams
+
+    runner = llm.engine._runner
+
+    def address():
+        return runner._pools[0].addressable_data(0).unsafe_buffer_pointer()
+
+    before = address()
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=9), use_tqdm=False)
+    assert address() == before
+    assert isinstance(runner._pools[0], jax.Array)

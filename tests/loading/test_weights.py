@@ -1,0 +1,168 @@
+"""From checkpoint tensors to parameters on the device."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+from jpaged.errors import CheckpointError
+from jpaged.models.safetensors_source import SafetensorsSource
+from jpaged.models.weights import WeightSpec, load_weights
+
+TABLE = [
+    WeightSpec(path="embedding", sources=("model.embed_tokens.weight",)),
+    WeightSpec(path="qkv", sources=("q.weight", "k.weight", "v.weight"), transpose=True),
+    WeightSpec(path="qkv_bias", sources=("q.bias", "k.bias", "v.bias")),
+]
+SHAPES = {"embedding": (51, 32), "qkv": (32, 80), "qkv_bias": (80,)}
+
+
+def parameters(dtype: Any = jnp.float32, **overrides: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    shapes = SHAPES | overrides
+    return {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in shapes.items()}
+
+
+@pytest.fixture
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens.weight": (51, 32)}
+    for name, num_rows in {"q": 40, "k": 20, "v": 20}.items():
+        shapes |= {f"{name}.weight": (num_rows, 32), f"{name}.bias": (num_rows,)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def source_of(tensors: dict[str, np.ndarray], folder: Path) -> SafetensorsSource:
+    save_file(tensors, folder / "model.safetensors")
+    return SafetensorsSource(folder)
+
+
+def test_joins_and_transposes(tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
+    loaded = load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
+    assert loaded.keys() == SHAPES.keys()
+    np.testing.assert_array_equal(loaded["embedding"], tensors["model.embed_tokens.weight"])
+    rows = np.concatenate([tensors[f"{name}.weight"] for name in "qkv"])
+    np.testing.assert_array_equal(loaded["qkv"], rows.T)
+    np.testing.assert_array_equal(
+        loaded["qkv_bias"], np.concatenate([tensors[f"{name}.bias"] for name in "qkv"])
+    )
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_casts_to_the_type_of_the_parameter(
+    tensors: dict[str, np.ndarray], tmp_path: Path, stored: Any, wanted: Any
+) -> None:
+    tensors = {name: values.astype(stored) for name, values in tensors.items()}
+    loaded = load_weights(parameters(wanted), TABLE, source_of(tensors, tmp_path))
+    assert {array.dtype for array in loaded.values()} == {np.dtype(wanted)}
+    rows = np.concatenate([tensors[f"{name}.weight"] for name in "qkv"])
+    np.testing.assert_array_equal(loaded["qkv"], rows.T.astype(wanted))
+
+
+def test_values_beyond_the_range_of_the_type_are_refused(
+    tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    tensors["k.weight"][3, 4] = 1e6
+    source = source_of(tensors, tmp_path)
+    assert load_weights(parameters(jnp.bfloat16), TABLE, source)["qkv"][4, 43] > 9e5
+    with pytest.raises(CheckpointError, match="k.weight in model.safetensors .* of float16"):
+        load_weights(parameters(jnp.float16), TABLE, source)
+
+
+def test_sharded_parameter_gets_its_sharding(
+    tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    sharding = NamedSharding(Mesh(jax.devices()[:1], ("tp",)), PartitionSpec(None, "tp"))
+    wanted = parameters()
+    wanted["qkv"] = jax.ShapeDtypeStruct((32, 80), jnp.float32, sharding=sharding)
+    loaded = load_weights(wanted, TABLE, source_of(tensors, tmp_path))
+    assert loaded["qkv"].sharding == sharding
+    rows = np.concatenate([tensors[f"{name}.weight"] for name in "qkv"])
+    np.testing.assert_array_equal(loaded["qkv"], rows.T)
+
+
+def test_loaded_weights_do_not_depend_on_the_file(
+    tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    loaded = load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    np.testing.assert_array_equal(loaded["embedding"], tensors["model.embed_tokens.weight"])
+
+
+def test_one_error_lists_everything_that_does_not_fit(
+    tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    del tensors["k.weight"], tensors["v.bias"]
+    wanted = parameters(embedding=(60, 32), extra=(4,), unnamed=(5,))
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(wanted, TABLE, source_of(tensors, tmp_path))
+    assert str(caught.value).split("\n  ") == [
+        "the checkpoint does not fit the model:",
+        "model.embed_tokens.weight [51, 32] in model.safetensors: expected shape [60, 32] "
+        "for parameter embedding",
+        "k.weight is missing",
+        "v.bias is missing",
+        "parameter extra is in no row of the weight table",
+        "parameter unnamed is in no row of the weight table",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("k.weight", (20, 31)), ("k.weight", (21, 32)), ("k.weight", (640,))]
+)
+def test_wrong_shape_of_a_part_is_refused(
+    tensors: dict[str, np.ndarray], tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    tensors[name] = np.zeros(shape, np.float32)
+    message = r"q.weight \[40, 32\] .* expected shape \[80, 32\] together for parameter qkv"
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
+
+
+def test_transposed_matrix_in_the_file_is_refused(
+    tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    tensors["model.embed_tokens.weight"] = np.ascontiguousarray(
+        tensors["model.embed_tokens.weight"].T
+    )
+    with pytest.raises(CheckpointError, match=r"\[32, 51\] .* expected shape \[51, 32\]"):
+        load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
+
+
+def test_unknown_tensors_are_reported(
+    tensors: dict[str, np.ndarray], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O-43."""
+    tensors |= {name: np.zeros(2, np.float32) for name in ("adapter.b", "adapter.a")}
+    with caplog.at_level(logging.WARNING):
+        load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
+    assert "2 tensors that the model does not use: adapter.a, adapter.b" in caplog.text
+
+
+def test_tied_model_may_have_its_head_and_frequencies(
+    tensors: dict[str, np.ndarray], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O-43: a table without lm_head.weight is that of a tied model."""
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
+    assert loaded.keys() == SHAPES.keys()
+    assert not caplog.records
+
+
+def test_untied_model_without_its_head_is_refused(
+    tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """O-43."""
+    table = [*TABLE, WeightSpec(path="lm_head", sources=("lm_head.weight",))]
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        load_weights(parameters(lm_head=(51, 32)), table, source_of(tensors, tmp_path))
