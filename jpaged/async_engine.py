@@ -106,9 +106,7 @@ class AsyncEngine:
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
     ) -> TokensPrompt:
         """A conversation in the model's chat template."""
-        return chat_prompt(
-            self.tokenizer, messages, add_generation_prompt=add_generation_prompt
-        )
+        return chat_prompt(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     async def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise `RequestError` if `generate` would refuse this."""

@@ -17,8 +17,8 @@ from jpaged.startup import load_engine
 class LLM:
     """A model and an engine for it. Options are those of `EngineConfig`.
 
-        llm = LLM("smollm2-135m-instruct", max_model_len=1024)
-        outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+    >>> llm = LLM("smollm2-135m-instruct", max_model_len=1024)
+    >>> outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:

@@ -193,9 +193,7 @@ class Metrics:
     def _counter_family(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, (*LABELS, *labels), registry=self._registry)
 
-    def _histogram(
-        self, name: str, help_text: str, buckets: Sequence[int | float]
-    ) -> Histogram:
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[int | float]) -> Histogram:
         family = Histogram(
             PREFIX + name, help_text, LABELS, registry=self._registry, buckets=buckets
         )

@@ -1,0 +1,42 @@
+"""`jpaged chat`: a conversation in the terminal."""
+
+import argparse
+import asyncio
+
+from jpaged.cli.command import Command
+from jpaged.cli.generate import SKIPPED_OPTIONS
+from jpaged.cli.model_argument import add_model_argument, apply_model_argument
+from jpaged.cli.options import add_options, read_options
+from jpaged.cli.sampling import add_sampling_options, read_sampling_options
+from jpaged.config import EngineConfig
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    add_sampling_options(parser, max_tokens=None)
+    add_options(parser, EngineConfig, title="engine", skip=SKIPPED_OPTIONS)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    apply_model_argument(arguments)
+    params = read_sampling_options(arguments)
+    config = read_options(EngineConfig, arguments)
+
+    from jpaged.async_engine import AsyncEngine
+    from jpaged.cli.terminal import Conversation
+
+    engine = AsyncEngine(config)
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(engine.start())
+            Conversation(engine, params, runner).run()
+        finally:
+            runner.run(engine.shutdown())
+
+
+CHAT = Command(
+    name="chat",
+    help="talk with a chat model in the terminal",
+    add_arguments=_add_arguments,
+    run=_run,
+)

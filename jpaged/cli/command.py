@@ -1,0 +1,19 @@
+"""What a command of the command line is."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One word after `jpaged`.
+
+    add_arguments: declares the command's options; imports nothing heavy.
+    run: does the work; raises `JpagedError` for mistakes of the user.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]

@@ -1,0 +1,1 @@
+"""The HTTP server: the OpenAI API in front of an `AsyncEngine`."""

@@ -1,0 +1,145 @@
+"""The routes. What surrounds them (start, signals, shutdown) is in `run.py`."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.inputs import Prompt
+from jpaged.sampling_params import SamplingParams
+from jpaged.server.answers import AnswerFormat, ChatFormat, CompletionFormat
+from jpaged.server.body import read_request
+from jpaged.server.convert import (
+    chat_messages,
+    chat_params,
+    check_model,
+    completion_params,
+    completion_prompts,
+    includes_usage,
+)
+from jpaged.server.errors import UnavailableError, add_error_handlers
+from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, ModelList
+from jpaged.server.streaming import EventStream, collect, events, generate, unless_disconnected
+from jpaged.version import version
+
+STARTING = "the server is starting: it loads the model or compiles programs"
+
+router = APIRouter()
+
+
+def create_app(engine: AsyncEngine) -> FastAPI:
+    """The API of an engine, which may still be starting: then all but /version answer 503."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.state.engine = engine
+    app.state.created = int(time.time())
+    app.state.is_draining = False
+    app.include_router(router)
+    add_error_handlers(app)
+    return app
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    _serving_engine(request)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def show_version() -> Response:
+    return JSONResponse({"version": version()})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Served while draining and after a failure too: that is when they are looked at."""
+    engine: AsyncEngine = request.app.state.engine
+    if not engine.is_ready:
+        raise UnavailableError(STARTING)
+    content, content_type = engine.metrics.render()
+    return Response(content, headers={"Content-Type": content_type})
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    engine = _serving_engine(request)
+    listed: ModelList = {
+        "object": "list",
+        "data": [
+            {
+                "id": engine.model_name,
+                "object": "model",
+                "created": request.app.state.created,
+                "owned_by": "jpaged",
+                "max_model_len": engine.max_model_len,
+            }
+        ],
+    }
+    return JSONResponse(listed)
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    engine = _serving_engine(request)
+    body = await read_request(request, CompletionRequest)
+    check_model(body, engine.model_name)
+    answer_format = CompletionFormat(
+        model=engine.model_name,
+        includes_usage=includes_usage(body),
+        returns_token_ids=body.return_token_ids,
+    )
+    params = completion_params(body, has_text=engine.tokenizer is not None)
+    prompts = completion_prompts(body)
+    return await _answer(request, prompts, params, answer_format, is_stream=body.stream)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    engine = _serving_engine(request)
+    body = await read_request(request, ChatCompletionRequest)
+    check_model(body, engine.model_name)
+    answer_format = ChatFormat(
+        model=engine.model_name,
+        includes_usage=includes_usage(body),
+        returns_token_ids=body.return_token_ids,
+    )
+    params = chat_params(body, has_text=engine.tokenizer is not None)
+    # In a thread, as a long chat takes seconds to tokenize.
+    prompt = await asyncio.to_thread(
+        engine.chat_prompt,
+        chat_messages(body),
+        add_generation_prompt=body.add_generation_prompt,
+    )
+    return await _answer(request, [prompt], params, answer_format, is_stream=body.stream)
+
+
+async def _answer(
+    request: Request,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    answer_format: AnswerFormat,
+    *,
+    is_stream: bool,
+) -> Response:
+    """Nothing is generated before all prompts are known to be good."""
+    engine = _serving_engine(request)
+    for prompt in prompts:
+        await engine.check(prompt, params)
+    outputs = generate(engine, prompts, params, answer_format.id)
+    if is_stream:
+        return EventStream(events(outputs, answer_format))
+    finals = await unless_disconnected(request.receive, collect(outputs))
+    return JSONResponse(answer_format.answer(finals))
+
+
+def _serving_engine(request: Request) -> AsyncEngine:
+    """The engine, if it takes requests. Raises `UnavailableError` or `EngineDeadError`."""
+    engine: AsyncEngine = request.app.state.engine
+    engine.check_health()
+    if request.app.state.is_draining:
+        raise UnavailableError("the server is shutting down")
+    if not engine.is_ready:
+        raise UnavailableError(STARTING)
+    return engine

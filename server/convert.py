@@ -1,0 +1,150 @@
+"""From the wire format to the engine's types; `answers.py` is the way back.
+
+Parse, don't validate: what leaves here towards the engine is a prompt and `SamplingParams`, and
+the engine never sees a wire request.
+"""
+
+from typing import Any
+
+from jpaged.errors import RequestError
+from jpaged.inputs import Prompt, TokensPrompt
+from jpaged.sampling_params import SamplingParams
+from jpaged.server.errors import ModelNotFoundError
+from jpaged.server.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    SamplingRequest,
+)
+
+MAX_PROMPTS = 1024
+
+
+def check_model(request: SamplingRequest, served: str) -> None:
+    if request.model is not None and request.model != served:
+        raise ModelNotFoundError(
+            f"model {request.model!r:.200} is not served here; use {served!r}", param="model"
+        )
+
+
+def completion_prompts(request: CompletionRequest) -> list[Prompt]:
+    """A prompt, or a list of prompts; each is text or token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [TokensPrompt(prompt_token_ids=prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt takes at most {MAX_PROMPTS} prompts in one request, got {len(prompt)}: "
+            "send several requests",
+            param="prompt",
+        )
+    if kinds == {str}:
+        return list(prompt)
+    if kinds == {list} and all(set(map(type, token_ids)) == {int} for token_ids in prompt):
+        return [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompt]
+    raise RequestError(
+        "prompt must be a string, a list of strings, a list of token ids or a list of lists of "
+        f"token ids, and not empty; got {_kinds(prompt)}",
+        param="prompt",
+    )
+
+
+def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
+    """The conversation as chat templates take it."""
+    return [_message(message, i) for i, message in enumerate(request.messages)]
+
+
+def completion_params(request: CompletionRequest, *, has_text: bool) -> SamplingParams:
+    return _sampling_params(request, request.max_tokens, has_text=has_text)
+
+
+def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> SamplingParams:
+    """`max_completion_tokens` is OpenAI's new name of `max_tokens`; unset fills the context."""
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise RequestError(
+            f"max_tokens ({request.max_tokens}) and max_completion_tokens "
+            f"({request.max_completion_tokens}) mean the same: give one of them",
+            param="max_completion_tokens",
+        )
+    return _sampling_params(request, limits.pop() if limits else None, has_text=has_text)
+
+
+def includes_usage(request: SamplingRequest) -> bool:
+    """Whether a stream ends with a chunk of token counts."""
+    if request.stream_options is None:
+        return False
+    if not request.stream:
+        raise RequestError(
+            "stream_options is only for streams: set stream to true or leave it out",
+            param="stream_options",
+        )
+    return request.stream_options.include_usage
+
+
+def _sampling_params(
+    request: SamplingRequest, max_tokens: int | None, *, has_text: bool
+) -> SamplingParams:
+    return SamplingParams(
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed,
+        max_tokens=max_tokens,
+        stop=_members("stop", request.stop, str),
+        stop_token_ids=_members("stop_token_ids", request.stop_token_ids, int),
+        ignore_eos=request.ignore_eos,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        detokenize=has_text,
+    )
+
+
+def _members(name: str, value: Any, kind: type) -> Any:
+    """A list as it is, if its members are of exactly this type."""
+    if isinstance(value, list) and not set(map(type, value)) <= {kind}:
+        raise RequestError(
+            f"members of {name} must be of type {kind.__name__}, got {_kinds(value)}", param=name
+        )
+    return value
+
+
+def _message(message: ChatMessage, index: int) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": message.role, "content": _text(message.content, index)}
+    if message.name is not None:
+        values["name"] = message.name
+    return values
+
+
+def _text(content: str | list[Any], index: int) -> str:
+    """Text parts are joined by line breaks, as vLLM does for templates that take strings."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        _part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content)
+    )
+
+
+def _part_text(part: Any, location: str) -> str:
+    if not isinstance(part, dict):
+        raise RequestError(f"{location} must be an object with a type", param=location)
+    kind = part.get("type")
+    if kind != "text":
+        raise RequestError(
+            f"{location} has the type {kind!r:.100}, which is not supported yet: only text is",
+            param=location,
+        )
+    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        raise RequestError(
+            f"{location} must have the fields type and text, a string, and no others",
+            param=location,
+        )
+    return part["text"]
+
+
+def _kinds(prompt: list[Any]) -> str:
+    names = sorted({type(member).__name__ for member in prompt})
+    return f"a list of {' and '.join(names)}" if names else "an empty list"

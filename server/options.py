@@ -1,0 +1,34 @@
+"""Server options: the only place that holds their defaults and help texts. Imports stay light:
+the command line needs this to print its help."""
+
+import math
+from dataclasses import dataclass
+
+from jpaged.config import option
+from jpaged.errors import ConfigError
+
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the HTTP server, checked once when they are made. Raises `ConfigError`."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of this machine's")
+    port: int = option(8000, "port to listen on; 0 chooses a free one")
+    served_model_name: str | None = option(
+        None, "name that clients give the model (default: the engine's name of it)"
+    )
+    shutdown_timeout: float = option(
+        30.0, "seconds that running requests get to finish after Ctrl-C or SIGTERM"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}")
+        if not (self.shutdown_timeout >= 0 and math.isfinite(self.shutdown_timeout)):
+            raise ConfigError(
+                f"shutdown_timeout must be a number of seconds, got {self.shutdown_timeout}"
+            )
+        if self.served_model_name == "":
+            raise ConfigError("served_model_name must not be empty")

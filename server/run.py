@@ -1,0 +1,127 @@
+"""The life of a server: listen, start the engine, serve, drain, stop."""
+
+import asyncio
+import json
+import shlex
+import socket
+from collections.abc import Coroutine
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError
+from jpaged.server.app import create_app
+from jpaged.server.options import ServerOptions
+
+# After the engine has stopped, answers have only their last bytes to send.
+LAST_BYTES_TIMEOUT_S = 2
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """A listening socket. Made before weights are loaded, as a taken port is found out here."""
+    address = (options.host, options.port)
+    try:
+        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"host {options.host} and port {options.port} cannot be listened on: "
+            f"{error.strerror or error}. Choose another port, or 0 for a free one."
+        ) from None
+
+
+def serve(config: EngineConfig, options: ServerOptions) -> None:
+    """Serves until Ctrl-C or SIGTERM. Raises `JpagedError` when it cannot start."""
+    with listen(options) as listener:
+        asyncio.run(_serve(config, options, listener))
+
+
+async def _serve(config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
+    engine = AsyncEngine(config)
+    app = create_app(engine)
+    server = SignalledServer(app)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        if await _finishes(_start(engine, options), before=server.stop_requested):
+            print(greeting(engine, base_url(listener)), flush=True)
+            await server.stop_requested.wait()
+            app.state.is_draining = True
+            await _finishes(engine.drain(options.shutdown_timeout), before=server.stop_urged)
+    finally:
+        await engine.shutdown()
+        server.should_exit = True
+        await serving
+
+
+async def _start(engine: AsyncEngine, options: ServerOptions) -> None:
+    await engine.start()
+    if options.served_model_name is not None:
+        engine.model_name = options.served_model_name
+
+
+async def _finishes(work: Coroutine[Any, Any, None], *, before: asyncio.Event) -> bool:
+    """Whether `work` is done before the event happens, which cancels it."""
+    worker = asyncio.create_task(work)
+    waiter = asyncio.create_task(before.wait())
+    await asyncio.wait({worker, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+    if worker.done():
+        worker.result()
+        return True
+    worker.cancel()
+    await asyncio.gather(worker, return_exceptions=True)
+    return False
+
+
+def base_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def greeting(engine: AsyncEngine, url: str) -> str:
+    """What is served where, and a command to try it with."""
+    body: dict[str, Any] = {"model": engine.model_name}
+    if engine.tokenizer is None:
+        path, body["prompt"] = "completions", [1, 2, 3]
+    elif engine.tokenizer.has_chat_template:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
+    else:
+        path, body["prompt"] = "completions", "Once upon a time"
+    return (
+        f"\njpaged serves {engine.model_name} at {url}/v1 (Ctrl-C stops it). Try:\n\n"
+        f"curl {url}/v1/{path} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}\n"
+    )
+
+
+class SignalledServer(uvicorn.Server):
+    """A signal asks for the end instead of closing the port at once: requests that come while
+    the running ones finish get an answer, 503. A second signal does not wait for those."""
+
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
+        )
+        super().__init__(config)
+        self.stop_requested = asyncio.Event()
+        self.stop_urged = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # The signal may interrupt anything, the loop's own code included.
+        self._loop.call_soon_threadsafe(self._note_signal)
+
+    def _note_signal(self) -> None:
+        if self.stop_requested.is_set():
+            self.stop_urged.set()
+        self.stop_requested.set()

@@ -1,0 +1,185 @@
+"""From the engine's async iterators to bytes of server-sent events, and away when a client is.
+
+Nothing here uses anyio's cancel scopes: they cancel a clean-up again at each of its awaits,
+and the clean-up here is what aborts the engine's requests.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.errors import JpagedError
+from jpaged.inputs import Prompt
+from jpaged.outputs import FinishReason, RequestOutput
+from jpaged.sampling_params import SamplingParams
+from jpaged.server.answers import AnswerFormat, Delta, usage_of
+from jpaged.server.errors import GenerationError, UnavailableError, error_body
+from jpaged.server.protocol import ChatCompletionChunk, Completion, ErrorBody
+
+logger = logging.getLogger(__name__)
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+Result = TypeVar("Result")
+IndexedOutput = tuple[int, RequestOutput]
+
+
+async def generate(
+    engine: AsyncEngine, prompts: Sequence[Prompt], params: SamplingParams, request_id: str
+) -> AsyncGenerator[IndexedOutput]:
+    """Snapshots of all prompts' answers as they come, with the index of the prompt.
+
+    Closing it aborts what still runs. Raises `JpagedError` when a request does not end well.
+    """
+    iterators = [
+        engine.generate(prompt, params, request_id=f"{request_id}-{index}")
+        for index, prompt in enumerate(prompts)
+    ]
+    async with aclosing(merge(iterators)) as merged:
+        async for index, output in merged:
+            _check_finish(output)
+            yield index, output
+
+
+async def collect(outputs: AsyncGenerator[IndexedOutput]) -> list[RequestOutput]:
+    """The last snapshot of each prompt, in the order of the prompts."""
+    latest: dict[int, RequestOutput] = {}
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            latest[index] = output
+    return [latest[index] for index in sorted(latest)]
+
+
+async def events(
+    outputs: AsyncGenerator[IndexedOutput], answer_format: AnswerFormat
+) -> AsyncGenerator[bytes]:
+    """Server-sent events of an answer. An error becomes the last event, as the status is out."""
+    latest: dict[int, RequestOutput] = {}
+    try:
+        async with aclosing(outputs):
+            async for index, output in outputs:
+                delta = Delta.between(latest.get(index), output)
+                latest[index] = output
+                for chunk in answer_format.chunks(index, delta):
+                    yield _event(chunk)
+    except Exception as error:
+        if not isinstance(error, JpagedError):
+            logger.exception("a stream failed")
+        yield _event(error_body(error))
+        return
+    if answer_format.includes_usage:
+        yield _event(answer_format.usage_chunk(usage_of(list(latest.values()))))
+    yield DONE_EVENT
+
+
+class EventStream(StreamingResponse):
+    """Sends events until they end or the client goes away; closes them in either case."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        # Proxies that buffer would hand over the whole stream at its end.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except (ClientDisconnect, OSError):
+            return
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events):
+            await self.stream_response(send)
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client goes away: `ClientDisconnect`.
+
+    The body of the request must have been read: what else comes is dropped.
+    """
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnect
+        return worker.result()
+    finally:
+        await _cancel(worker, watcher)
+
+
+async def merge(
+    iterators: Sequence[AsyncGenerator[RequestOutput]],
+) -> AsyncGenerator[IndexedOutput]:
+    """Items of all iterators as they come. The first error ends it; its end closes them all."""
+    if len(iterators) == 1:  # saves a task and a queue for most requests
+        async with aclosing(iterators[0]) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    # Room for one item: a slow reader holds back its producers and no snapshots pile up.
+    queue: asyncio.Queue[IndexedOutput | Exception | None] = asyncio.Queue(maxsize=1)
+    tasks = [
+        asyncio.create_task(_forward(index, iterator, queue))
+        for index, iterator in enumerate(iterators)
+    ]
+    try:
+        num_open = len(tasks)
+        while num_open > 0:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        await _cancel(*tasks)
+
+
+async def _forward(
+    index: int,
+    iterator: AsyncGenerator[RequestOutput],
+    queue: asyncio.Queue[IndexedOutput | Exception | None],
+) -> None:
+    """Puts the items of an iterator, then None or the error that ended it."""
+    try:
+        async with aclosing(iterator):
+            async for output in iterator:
+                await queue.put((index, output))
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_finish(output: RequestOutput) -> None:
+    """An answer that was cut must not look like a whole one."""
+    match output.outputs[0].finish_reason:
+        case FinishReason.ERROR:
+            raise GenerationError("the engine could not finish this answer")
+        case FinishReason.ABORT:
+            raise UnavailableError("the answer was aborted, as the server shuts down")
+
+
+def _event(value: Completion | ChatCompletionChunk | ErrorBody) -> bytes:
+    return b"data: " + to_json(value) + b"\n\n"
