@@ -94,22 +94,13 @@ def _sampling_params(
         top_p=request.top_p,
         seed=request.seed,
         max_tokens=max_tokens,
-        stop=_members("stop", request.stop, str),
-        stop_token_ids=_members("stop_token_ids", request.stop_token_ids, int),
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         detokenize=has_text,
     )
-
-
-def _members(name: str, value: Any, kind: type) -> Any:
-    """A list as it is, if its members are of exactly this type."""
-    if isinstance(value, list) and not set(map(type, value)) <= {kind}:
-        raise RequestError(
-            f"members of {name} must be of type {kind.__name__}, got {_kinds(value)}", param=name
-        )
-    return value
 
 
 def _message(message: ChatMessage, index: int) -> dict[str, Any]:

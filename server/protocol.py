@@ -24,7 +24,7 @@ class WireModel(BaseModel):
         for nothing and are therefore accepted.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid")
     not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")

@@ -1,0 +1,66 @@
+# Needs: make, Python >= 3.11 with venv, and a package index.
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+NEWEST := .venv-newest
+
+.PHONY: help install install-dev serve test test-main test-newest lint format bench clean
+
+help:
+	@echo "make install      the jpaged command, in .venv"
+	@echo "make serve        start the server; ARGS='--port 9000' passes options on"
+	@echo "make install-dev  what working on jpaged needs"
+	@echo "make test         all checks and tests, then the newest Python and JAX found"
+	@echo "make lint         ruff, pyright and import rules only"
+	@echo "make format       let ruff format the code"
+	@echo "make bench        compare with transformers on this machine"
+	@echo "make clean        remove what these commands made"
+
+install: .venv/installed
+install-dev: .venv/installed-dev
+
+.venv/created:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("jpaged needs \
+	Python 3.11 or newer, and $(PYTHON) is %d.%d; try: make PYTHON=python3.11" % v[:2])'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/installed: .venv/created pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/created pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,torch-test]'
+	@touch .venv/installed $@
+
+serve: .venv/installed
+	$(BIN)/jpaged serve $(ARGS)
+
+test: lint test-main test-newest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-main: .venv/installed-dev
+	@$(BIN)/python -c 'import importlib.util as u; u.find_spec("torch") or print("No torch for this \
+	Python: the tests that compare with it are skipped. Python 3.11 has it.")'
+	$(BIN)/python -m pytest $(ARGS)
+
+# Tests that need no torch, with the newest JAX. Python 3.11 has an older one.
+test-newest: .venv/installed-dev
+	@.ci/test-newest-python $(BIN)/python $(NEWEST) pyproject.toml
+
+bench: .venv/installed-dev
+	$(BIN)/python -m jpaged.bench.compare_transformers $(ARGS)
+
+clean:
+	rm -rf .venv $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Measurements. Each checks the answers before it prints a time."""

@@ -1,0 +1,120 @@
+"""An engine without a model: tokens are scripted; tokenizer, checks, text and metrics are real."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.errors import EngineDeadError, RequestError
+from jpaged.inputs import InputProcessor, Prompt, TokensPrompt
+from jpaged.metrics import Metrics
+from jpaged.outputs import FinishReason, RequestOutput
+from jpaged.request import Request
+from jpaged.sampling_params import SamplingParams
+from jpaged.tokenizer import Tokenizer
+from tests.doubles import EOS, byte_tokenizer, save_tokenizer
+
+MODEL_NAME = "scripted"
+MAX_MODEL_LEN = 512
+
+
+class ScriptedEngine(AsyncEngine):
+    """The interface of `AsyncEngine`. The answer to a prompt is "[prompt]" and end of sequence;
+    when that is ignored, it starts again.
+
+    seconds_per_token: pause before each token.
+    failure: raised instead of the next token of every request.
+    """
+
+    # Properties of the base class, which tests set here.
+    is_ready: bool = True  # pyright: ignore
+    metrics: Metrics = None  # pyright: ignore
+
+    def __init__(self, folder: Path) -> None:
+        save_tokenizer(byte_tokenizer(), folder)
+        self.tokenizer: Tokenizer | None = Tokenizer.from_folder(folder)
+        self.model_name = MODEL_NAME
+        self.max_model_len = MAX_MODEL_LEN
+        self.metrics = Metrics(model_name=MODEL_NAME, max_model_len=MAX_MODEL_LEN)
+        self.seconds_per_token = 0.0
+        self.failure: Exception | None = None
+        self.dead: EngineDeadError | None = None
+        self.running: dict[str, Request] = {}
+        self.num_started = 0
+        self.num_generated = 0
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=self.tokenizer.vocab_size,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=[self.tokenizer.encode(EOS)[0]],
+        )
+
+    def check_health(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+    async def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        self._inputs.request("", prompt, params)
+
+    def chat_prompt(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> Prompt:
+        if self.tokenizer is None:
+            raise RequestError("no tokenizer, so no chat", param="messages")
+        token_ids = self.tokenizer.encode_chat(
+            messages, add_generation_prompt=add_generation_prompt
+        )
+        return TokensPrompt(prompt_token_ids=token_ids)
+
+    async def start(self) -> None:
+        self.is_ready = True
+
+    async def drain(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def shutdown(self) -> None:
+        if self.running:
+            self.failure = EngineDeadError("the engine was shut down")
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        assert request_id is not None and request_id not in self.running
+        request = self._inputs.request(request_id, prompt, params)
+        self.running[request_id] = request
+        self.num_started += 1
+        request.first_scheduled_time = time.monotonic()
+        try:
+            for token_id in self._script(request):
+                await asyncio.sleep(self.seconds_per_token)
+                if self.failure is not None:
+                    raise self.failure
+                self._append(request, token_id)
+                yield request.output()
+                if request.is_finished:
+                    return
+        finally:
+            if not request.is_finished:
+                request.finish(FinishReason.ABORT)
+            del self.running[request_id]
+            self.metrics.record_finished(request)
+
+    def _script(self, request: Request) -> list[int]:
+        assert self.tokenizer is not None
+        prompt = self.tokenizer.decode(request.token_ids, skip_special_tokens=True)
+        answer = self.tokenizer.encode(f"[{prompt}]{EOS}")
+        return answer * MAX_MODEL_LEN
+
+    def _append(self, request: Request, token_id: int) -> None:
+        last = request.last_token_time
+        request.append_token(token_id)
+        self.num_generated += 1
+        if last is None:
+            self.metrics.record_first_token(request)
+        assert request.last_token_time is not None
+        since_last = None if last is None else request.last_token_time - last
+        self.metrics.record_tokens(request, 1, since_last)

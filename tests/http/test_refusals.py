@@ -1,0 +1,338 @@
+"""Every parameter is honoured or refused by name, before anything is generated."""
+
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.http.conftest import RunningServer
+from tests.http.scripted_engine import MAX_MODEL_LEN, MODEL_NAME
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def assert_refused(response: Any, status: int, param: str | None) -> None:
+    """O-21, O-34: OpenAI's form of errors, in strict JSON."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = json.loads(response.content, parse_constant=refuse_constant)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param, error
+    if param is not None:
+        assert param.split("[")[0] in error["message"]
+
+
+def assert_nothing_was_started(server: RunningServer) -> None:
+    assert server.engine.num_started == 0
+    assert server.post(COMPLETIONS, {"prompt": "ok"}).json()["choices"][0]["text"] == "[ok]"
+
+
+# O-34: mistakes in the body as a whole.
+BODIES: list[tuple[bytes, str | None]] = [
+    (b"", None),
+    (b"not json", None),
+    (b"[]", None),
+    (b'"text"', None),
+    (b"{}", "prompt"),
+    (b'{"prompt": null}', "prompt"),
+    (b'{"prompt": "a"', None),
+    (b'{"prompt": "\\ud800"}', None),
+    (b'{"prompt": "\xff"}', None),
+    (b"[" * 100_000, None),
+    (b'{"prompt": "a", "unheard_of": 1}', "unheard_of"),
+    (b'{"prompt": "a", "messages": []}', "messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BODIES)
+def test_bad_bodies(server: RunningServer, body: bytes, param: str | None) -> None:
+    """O-34"""
+    with server.client() as client:
+        assert_refused(client.post(COMPLETIONS, content=body), 400, param)
+    assert_nothing_was_started(server)
+
+
+# O-21: raw JSON, as json= would refuse to send NaN.
+BAD_NUMBERS = [
+    *(
+        (name, value)
+        for name in ("temperature", "top_p")
+        for value in ("NaN", "Infinity", "-Infinity", "1e999", '"nan"', '"inf"', "true", '"1"')
+    ),
+    *(
+        (name, value)
+        for name in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        for value in ("NaN", "1e999", '"inf"', "true", "2.1")
+    ),
+    *(("temperature", value) for value in ("-1", "2.1", "[]", "{}")),
+    *(("top_p", value) for value in ("1.1", "-0.1", "0")),
+    *(("top_k", value) for value in ("-2", "1.5", "true", '"5"', "NaN")),
+    *(("max_tokens", value) for value in ("-1", "0", "1.0", "1e3", "true", '"5"', "NaN")),
+    *(("seed", value) for value in ("1.5", "true", '"5"', "1e999", str(2**63), "9" * 4000)),
+    *(("n", value) for value in ("0", "2", "true", "1000000", '"1"', "NaN")),
+    *(("stop_token_ids", value) for value in ("5", "[1.5]", "[true]", '["a"]', "[-1]", "[NaN]")),
+    *(
+        (name, value)
+        for name in ("stream", "ignore_eos", "skip_special_tokens", "return_token_ids")
+        for value in ("1", "0", '"true"', "[]", "NaN")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_NUMBERS)
+def test_numbers_of_the_wrong_type_or_range(server: RunningServer, name: str, value: str) -> None:
+    """O-21: refused by name, in strict JSON, never a 500 and never coerced."""
+    body = f'{{"prompt": "a", "{name}": {value}}}'.encode()
+    with server.client() as client:
+        assert_refused(client.post(COMPLETIONS, content=body), 400, name)
+    assert_nothing_was_started(server)
+
+
+# O-37; the last one: a mix of kinds.
+BAD_PROMPTS: list[Any] = [
+    *([], "", [""], [[]], [999_999], [-1], [1.5], [True], 5, True, {"text": "a"}),
+    *(["a", 1], [1, "a"], [[1], "a"], ["a", None], ["a", ""], [[1], []], [[1], [True]]),
+]
+
+
+@pytest.mark.parametrize("prompt", BAD_PROMPTS)
+def test_bad_prompts(server: RunningServer, prompt: Any) -> None:
+    """O-35, O-37"""
+    assert_refused(server.post(COMPLETIONS, {"prompt": prompt}), 400, "prompt")
+    assert_nothing_was_started(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_bad_prompt_refuses_the_whole_request(server: RunningServer, stream: bool) -> None:
+    """O-35: no answer for the others either, and nothing generated."""
+    body = {"prompt": ["short", "long" * MAX_MODEL_LEN, "short"], "stream": stream}
+    assert_refused(server.post(COMPLETIONS, body), 400, "prompt")
+    assert_nothing_was_started(server)
+
+
+def test_context_limit(server: RunningServer) -> None:
+    """O-10: one token may follow a prompt that leaves room for one, and no more."""
+    fitting = {"prompt": "x" * (MAX_MODEL_LEN - 1), "max_tokens": 1}
+    answer = server.post(COMPLETIONS, fitting).json()
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["choices"][0]["finish_reason"] == "length"
+    for given, param in [
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"prompt": "x" * MAX_MODEL_LEN}, "prompt"),
+        ({"prompt": "x" * (MAX_MODEL_LEN + 1)}, "prompt"),
+    ]:
+        response = server.post(COMPLETIONS, {**fitting, **given})
+        assert_refused(response, 400, param)
+        assert str(MAX_MODEL_LEN) in response.json()["error"]["message"]
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+# Name, values that ask for nothing and are taken, values that ask for something.
+NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
+    ("n", [1], [2]),
+    ("echo", [False], [True]),
+    ("presence_penalty", [0, 0.0], [0.5, False]),
+    ("frequency_penalty", [0], [-0.5]),
+    ("logit_bias", [{}], [{"5": 1}]),
+    ("metadata", [], [{}]),
+    ("store", [], [True]),
+    ("service_tier", [], ["auto"]),
+    ("min_p", [0], [0.1]),
+    ("repetition_penalty", [1, 1.0], [1.1]),
+    ("min_tokens", [0], [1]),
+    ("use_beam_search", [False], [True]),
+    ("prompt_logprobs", [], [0, 1]),
+    ("bad_words", [[]], [["a"]]),
+    ("allowed_token_ids", [], [[1]]),
+    ("response_format", [{"type": "text"}], [{"type": "json_object"}]),
+    ("structured_outputs", [], [{"regex": "a"}]),
+    ("priority", [0], [1]),
+    ("truncate_prompt_tokens", [], [5]),
+    ("request_id", [], ["mine"]),
+    ("cache_salt", [], ["mine"]),
+]
+COMPLETIONS_ONLY = [
+    ("best_of", [1], [2]),
+    ("logprobs", [], [0, 1, True, False]),
+    ("suffix", [""], ["a"]),
+]
+CHAT_ONLY = [
+    ("logprobs", [False], [True, 1]),
+    ("top_logprobs", [0], [5, -1, 10**6]),
+    ("tools", [[]], [[{"type": "function"}]]),
+    ("tool_choice", ["none", "auto"], ["required", {"type": "function"}]),
+    ("parallel_tool_calls", [True, False], ["yes"]),
+    ("functions", [[]], [[{}]]),
+    ("modalities", [["text"]], [["text", "audio"]]),
+    ("audio", [], [{}]),
+    ("reasoning_effort", [], ["low"]),
+    ("chat_template", [], ["{{ messages }}"]),
+    ("continue_final_message", [False], [True]),
+    ("web_search_options", [], [{}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "accepted", "refused"),
+    [
+        *((COMPLETIONS, *case) for case in NOT_OFFERED + COMPLETIONS_ONLY),
+        *((CHAT, *case) for case in NOT_OFFERED + CHAT_ONLY),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(
+    server: RunningServer, path: str, name: str, accepted: list[Any], refused: list[Any]
+) -> None:
+    """Never ignored; the values that ask for nothing, and null, change nothing."""
+    prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES}
+    for value in refused:
+        response = server.post(path, {**prompt, name: value})
+        assert_refused(response, 400, name)
+        assert response.json()["error"]["code"] == "unsupported_parameter"
+    assert server.engine.num_started == 0
+    for value in [None, *accepted]:
+        assert server.post(path, {**prompt, name: value}).status_code == 200, value
+
+
+def test_user_is_accepted(server: RunningServer) -> None:
+    assert server.post(COMPLETIONS, {"prompt": "a", "user": "someone"}).status_code == 200
+    assert_refused(server.post(COMPLETIONS, {"prompt": "a", "user": 5}), 400, "user")
+
+
+# O-34, and the members of messages.
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages"),
+    (None, "messages"),
+    ("hi", "messages"),
+    ({"role": "user", "content": "hi"}, "messages"),
+    (["hi"], "messages[0]"),
+    ([{}], "messages[0].role"),
+    ([{"content": "hi"}], "messages[0].role"),
+    ([{"role": "user"}], "messages[0].content"),
+    ([{"role": "user", "content": None}], "messages[0].content"),
+    ([{"role": "user", "content": 5}], "messages[0].content"),
+    ([{"role": "pirate", "content": "hi"}], "messages[0].role"),
+    ([*MESSAGES, {"role": "user", "content": "hi", "mood": 1}], "messages[1].mood"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
+    (
+        [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}],
+        "messages[0].tool_calls",
+    ),
+    (MESSAGES * 2049, "messages"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES)
+def test_bad_messages(server: RunningServer, messages: Any, param: str) -> None:
+    """O-34"""
+    assert_refused(server.post(CHAT, {"messages": messages}), 400, param)
+    assert_nothing_was_started(server)
+
+
+def test_limits_that_contradict_each_other(server: RunningServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 6}
+    assert_refused(server.post(CHAT, body), 400, "max_completion_tokens")
+
+
+def test_stream_options_need_a_stream(server: RunningServer) -> None:
+    """O-38"""
+    body = {"prompt": "a", "stream_options": {"include_usage": True}}
+    assert_refused(server.post(COMPLETIONS, body), 400, "stream_options")
+    for options, param in [
+        ({"include_usage": 1}, "stream_options.include_usage"),
+        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats"),
+        (True, "stream_options"),
+    ]:
+        body = {"prompt": "a", "stream": True, "stream_options": options}
+        assert_refused(server.post(COMPLETIONS, body), 400, param)
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["x", ""], [5], [None], 5, {"a": 1}, True, ["x"] * 17])
+def test_bad_stop_strings(server: RunningServer, stop: Any) -> None:
+    """O-28"""
+    assert_refused(server.post(COMPLETIONS, {"prompt": "a", "stop": stop}), 400, "stop")
+    assert_nothing_was_started(server)
+
+
+@pytest.mark.parametrize("stop", [None, []])
+def test_no_stop_strings(server: RunningServer, stop: Any) -> None:
+    """O-28"""
+    assert server.post(COMPLETIONS, {"prompt": "a", "stop": stop}).status_code == 200
+
+
+# O-57; a body of megabytes, each.
+HUGE: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 500_000}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": [0] * 500_000}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": "x" * 10**6}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(50_000)}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "bad_words": ["x"] * 50_000}, "bad_words"),
+    (COMPLETIONS, {"prompt": ["a"] * 10_000}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1]] * 500_000}, "prompt"),
+    (COMPLETIONS, {"prompt": [1] * 3_000_000}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 10**12}, "max_tokens"),
+    (CHAT, {"messages": [{"unheard_of": 1}] * 500_000}, "messages[0].unheard_of"),
+    (CHAT, {"messages": MESSAGES, **{f"x{i}": 1 for i in range(500_000)}}, "x0"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), HUGE)
+def test_huge_bodies_are_refused_quickly(
+    server: RunningServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    """O-57: nothing proportional to the size but reading it."""
+    content = json.dumps(body).encode()
+    with server.client() as client:
+        started = time.monotonic()
+        response = client.post(path, content=content)
+        seconds = time.monotonic() - started
+    assert_refused(response, 400, param)
+    assert len(response.content) < 2000
+    assert seconds < 2, f"{seconds:.1f} s for {len(content)} bytes"
+    assert_nothing_was_started(server)
+
+
+def test_bodies_over_the_limit_are_not_read(server: RunningServer) -> None:
+    """O-34, O-57: a declared length, and chunks without one."""
+    body = b'{"prompt": "' + b"a" * (20 * 2**20) + b'"}'
+    with server.client() as client:
+        assert_refused(client.post(COMPLETIONS, content=body), 413, None)
+        parts = (body[start : start + 2**20] for start in range(0, len(body), 2**20))
+        assert_refused(client.post(COMPLETIONS, content=parts), 413, None)
+    assert_nothing_was_started(server)
+
+
+def test_forms_are_refused(server: RunningServer) -> None:
+    with server.client() as client:
+        assert_refused(client.post(COMPLETIONS, data={"prompt": "a"}), 415, None)
+
+
+def test_the_openai_package_raises_its_own_classes(openai_client: OpenAI) -> None:
+    """O-34"""
+    with pytest.raises(openai.NotFoundError, match=MODEL_NAME) as raised:
+        openai_client.completions.create(model="other", prompt="a")
+    assert raised.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="not supported yet") as refused:
+        openai_client.completions.create(model=MODEL_NAME, prompt="a", n=2)
+    assert refused.value.param == "n"
+
+
+def test_unknown_paths_and_methods(server: RunningServer) -> None:
+    """O-34"""
+    with server.client() as client:
+        for path in ("/", "/v1", "/v1/embeddings", "/v1/completions/", "/docs", "/openapi.json"):
+            assert_refused(client.get(path), 404, None)
+        for method, path in [("GET", COMPLETIONS), ("PUT", CHAT), ("POST", "/health")]:
+            assert_refused(client.request(method, path), 405, None)

@@ -1,0 +1,60 @@
+"""What the README shows works."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_python_example(demo_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = code_blocks("python")
+    exec(compile(example, "README.md", "exec"), {})
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line.startswith("The capital of France is")
+    assert first_line.endswith((" stop", " length"))
+
+
+def test_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    contributing = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    targets = set(re.findall(r"\bmake ([a-z-]+)", README + contributing))
+    assert {"serve", "test"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"Makefile has no {target}"
+
+
+def test_curl_example_is_a_valid_request() -> None:
+    from jpaged.config import DEMO_MODEL
+    from jpaged.server.protocol import ChatCompletionRequest
+
+    [body] = re.findall(r"curl .*?-d '(.*?)'", README, re.DOTALL)
+    request = ChatCompletionRequest.model_validate(json.loads(body))
+    assert request.model == DEMO_MODEL
+
+
+def test_links_and_folders_exist() -> None:
+    links = re.findall(r"\]\(([^)]*)\)", README)
+    folders = re.findall(r"^\| `(\w+/)`", README, re.MULTILINE)
+    assert folders
+    for path in links + folders:
+        assert (ROOT / path).exists(), f"README names {path}"
+
+
+def test_all_cases_named_in_tests_are_explained() -> None:
+    case = re.compile(r"\bO-\d+\b")
+    named = {
+        name
+        for path in ROOT.glob("tests/**/*.py")
+        for name in case.findall(path.read_text("utf-8"))
+    }
+    explained = re.findall(r"^\| (O-\d+) \|", (ROOT / "tests/README.md").read_text("utf-8"), re.M)
+    assert explained == sorted(named)
