@@ -39,6 +39,9 @@ class EngineConfig:
     block_size: int = option(16, "tokens a KV block; a power of two from 8 to 256")
     max_num_seqs: int = option(64, "most requests that run at once")
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
+    enable_prefix_caching: bool = option(
+        True, "reuse the KV blocks of requests that began with the same tokens"
+    )
     gpu_memory_utilization: float = option(
         0.9, "share of the device's memory that weights, programs and KV cache may take"
     )
@@ -79,7 +82,7 @@ def _check_types(config: EngineConfig) -> None:
     wanted = {
         int: ("block_size", "max_num_seqs", "max_num_batched_tokens", "seed"),
         str: ("model", "dtype", "attention_backend"),
-        bool: ("skip_tokenizer_init", "check_invariants"),
+        bool: ("skip_tokenizer_init", "enable_prefix_caching", "check_invariants"),
     }
     optional_ints = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
     for kind, names in wanted.items():

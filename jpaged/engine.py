@@ -40,6 +40,7 @@ class Engine:
         inputs: InputProcessor,
         metrics: Metrics,
         *,
+        enable_prefix_caching: bool = True,
         check_invariants: bool = False,
     ) -> None:
         spec = runner.spec
@@ -51,6 +52,7 @@ class Engine:
             block_size=spec.kv_cache.block_size,
             max_num_seqs=spec.num_slots,
             max_num_batched_tokens=spec.max_num_tokens,
+            enable_prefix_caching=enable_prefix_caching,
         )
         self.step_timings = StepTimings()
         self._runner = runner
@@ -128,6 +130,9 @@ class Engine:
         assert request.last_token_time is not None
         if last_token_time is None:
             self.metrics.record_first_token(request)
+            self.metrics.record_prefix_cache(
+                num_queried=request.num_prompt_tokens, num_hit=request.num_cached_tokens
+            )
             self.metrics.record_tokens(request, 1, None)
         else:
             self.metrics.record_tokens(request, 1, request.last_token_time - last_token_time)

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from jpaged.detokenizer import Detokenizer
 from jpaged.errors import PromptTooLongError, RequestError
@@ -11,13 +11,21 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
 
+class TextPrompt(TypedDict):
+    """A text with options. cache_salt: only prompts with the same one share cached blocks."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
 class TokensPrompt(TypedDict):
     """A prompt that is tokenized already."""
 
     prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
 
 
-Prompt = str | TokensPrompt
+Prompt = str | TextPrompt | TokensPrompt
 
 
 class InputProcessor:
@@ -39,6 +47,7 @@ class InputProcessor:
     def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Raises `RequestError` that names the field at fault."""
         text, token_ids = self._tokenize(prompt)
+        cache_keys = _cache_keys(prompt)
         self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
         stop_token_ids = set(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -52,19 +61,22 @@ class InputProcessor:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stop_token_ids=frozenset(stop_token_ids),
             detokenizer=self._detokenizer(token_ids, params),
+            cache_keys=cache_keys,
         )
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            text, token_ids = prompt, self._encode(prompt)
-        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            text, token_ids = None, prompt["prompt_token_ids"]
-        else:
+        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(fields, dict):
+            fields = {}
+        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        if set(fields) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
             raise RequestError(
-                "prompt must be a text or {'prompt_token_ids': [...]}, "
-                f"got {type(prompt).__name__} {prompt!r:.80}",
+                "a prompt must be a text, {'prompt': text} or {'prompt_token_ids': [...]}, the "
+                f"latter two with or without 'cache_salt', got {prompt!r:.80}",
                 param="prompt",
             )
+        if text is not None:
+            token_ids = self._encode(text)
         if not isinstance(token_ids, Sequence):
             raise RequestError(
                 f"prompt_token_ids must be a list of integers, got {token_ids!r:.80}",
@@ -75,7 +87,9 @@ class InputProcessor:
         self._check_token_ids("prompt", token_ids)
         return text, list(token_ids)
 
-    def _encode(self, prompt: str) -> list[int]:
+    def _encode(self, prompt: object) -> list[int]:
+        if not isinstance(prompt, str):
+            raise RequestError(f"prompt must be a text, got {prompt!r:.80}", param="prompt")
         if self.tokenizer is None:
             raise RequestError(
                 "prompts must be token ids: the engine was started with skip_tokenizer_init",
@@ -132,6 +146,18 @@ class InputProcessor:
             stop_strings=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
+
+
+def _cache_keys(prompt: Prompt) -> dict[str, str]:
+    """What K/V of the prompt depend on besides its tokens."""
+    if isinstance(prompt, str) or "cache_salt" not in prompt:
+        return {}
+    salt = prompt["cache_salt"]
+    if not isinstance(salt, str) or not salt:
+        raise RequestError(
+            f"cache_salt must be a text that is not empty, got {salt!r:.80}", param="cache_salt"
+        )
+    return {"cache_salt": salt}
 
 
 def chat_prompt(

@@ -1,6 +1,7 @@
 """The state of one request inside the engine. Host side only: imports no JAX."""
 
 import time
+from collections.abc import Mapping
 from enum import Enum, auto
 
 from jpaged.detokenizer import Detokenizer
@@ -22,6 +23,10 @@ class Request:
         about progress.
     num_in_flight_tokens: tokens sampled by launched steps and not read by the host yet. Their
         ids are on the device; `num_tokens` counts them.
+    num_cached_tokens: prompt tokens that the prefix cache had when the request first ran.
+    cache_keys: what K/V depend on besides the tokens before, by tag; see `prefix_cache`.
+    block_digests: names of the request's full blocks, as far as they were needed.
+    num_registered_blocks: blocks whose content was made known to the prefix cache.
     block_ids: block table; slot t of the request is in block_ids[t // block_size].
     slot: row of the device's per-request arrays while running.
     """
@@ -37,6 +42,7 @@ class Request:
         seed: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         detokenizer: Detokenizer | None = None,
+        cache_keys: Mapping[str, str] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -51,6 +57,9 @@ class Request:
         self.num_in_flight_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.cache_keys = cache_keys or {}
+        self.block_digests: list[bytes] = []
+        self.num_registered_blocks = 0
         self.block_ids: list[int] = []
         self.slot: int | None = None
         self.status = RequestStatus.WAITING

@@ -41,7 +41,8 @@ class Runner:
         self._pools = spec.kv_cache.allocate()
         self._last_token = jnp.zeros(spec.num_slots, jnp.int32)
         self._block_tables = np.zeros((spec.num_slots, spec.num_table_blocks), np.int32)
-        self._num_table_blocks_known = [0] * spec.num_slots
+        # What each row of `_block_tables` shows: a request's list, and how much of it.
+        self._shown: list[tuple[list[int], int]] = [([], 0)] * spec.num_slots
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Start a step and return at once."""
@@ -63,12 +64,15 @@ class Runner:
         return LaunchedStep(requests, tokens)
 
     def _update_block_tables(self, batch: ScheduledBatch) -> None:
-        """Copy what is new of each request's table into the row of its slot."""
+        """Copy what is new of each request's table into the row of its slot.
+
+        A request that starts, or starts over, has a new list; a list only grows.
+        """
         for row in batch.rows:
             slot, block_ids = row.request.slot, row.request.block_ids
             assert slot is not None
-            # A request that starts, or starts over, brings a new table.
-            known = self._num_table_blocks_known[slot] if row.start else 0
+            shown, num_shown = self._shown[slot]
+            known = num_shown if shown is block_ids else 0
             if known != len(block_ids):
                 self._block_tables[slot, known : len(block_ids)] = block_ids[known:]
-                self._num_table_blocks_known[slot] = len(block_ids)
+                self._shown[slot] = (block_ids, len(block_ids))

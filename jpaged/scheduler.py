@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from jpaged.block_pool import BlockPool
 from jpaged.errors import RequestError
 from jpaged.outputs import FinishReason
+from jpaged.prefix_cache import PrefixCache
 from jpaged.request import Request, RequestStatus
 from jpaged.scheduled_batch import ScheduledBatch, ScheduledRequest
 
@@ -30,8 +31,12 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        enable_prefix_caching: bool = False,
     ) -> None:
         self.block_pool = block_pool
+        self.prefix_cache = (
+            PrefixCache(block_pool, block_size=block_size) if enable_prefix_caching else None
+        )
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
@@ -56,6 +61,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         batch = ScheduledBatch()
+        # Steps up to the last one are launched, so what they write may be matched from now on.
+        for request in self.running:
+            self._register_blocks(request)
         self._schedule_decodes(batch)
         self._continue_prefills(batch)
         if not batch.preempted:
@@ -116,17 +124,28 @@ class Scheduler:
         """
         while self.waiting and self._free_slots and batch.num_tokens < self.max_num_batched_tokens:
             request = self.waiting[0]
-            needed = self._num_blocks(request.num_tokens)
-            if needed + len(self.running) > self.block_pool.num_free and self.running:
+            cached = self.prefix_cache.match(request) if self.prefix_cache else []
+            needed = self._num_blocks(request.num_tokens) - len(cached)
+            num_free = self.block_pool.num_free - sum(map(self.block_pool.is_free, cached))
+            if self.running and needed + len(self.running) > num_free:
                 break
             self.waiting.popleft()
-            self.running.append(request)
-            request.status = RequestStatus.RUNNING
-            request.slot = self._free_slots.pop()
-            request.block_ids = self.block_pool.allocate(needed)
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = time.monotonic()
+            self._start(request, cached, needed)
             self._schedule_chunk(request, batch)
+
+    def _start(self, request: Request, cached: list[int], num_new_blocks: int) -> None:
+        """Run a request on blocks that hold its beginning already, and on new ones."""
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        self.block_pool.retain(cached)
+        request.block_ids = cached + self.block_pool.allocate(num_new_blocks)
+        request.num_computed_tokens = len(cached) * self.block_size
+        request.num_registered_blocks = len(cached)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+            # What a preempted request finds again later is no hit.
+            request.num_cached_tokens = request.num_computed_tokens
 
     def _runnable(self, *, decoding: bool) -> Iterator[Request]:
         """Running requests that have tokens to compute: one (decoding) or several.
@@ -182,11 +201,17 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
-        # Tails first: should blocks be kept for reuse, heads are worth more.
+        self._register_blocks(request)
+        # Tails first, to be evicted first: a head is of use without its tail, not the reverse.
         self.block_pool.release(reversed(request.block_ids))
         request.block_ids = []
+        request.num_registered_blocks = 0
         self._free_slots.append(request.slot)
         request.slot = None
+
+    def _register_blocks(self, request: Request) -> None:
+        if self.prefix_cache is not None:
+            self.prefix_cache.register(request)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

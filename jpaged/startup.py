@@ -67,6 +67,7 @@ def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
         Runner(spec, programs),
         inputs,
         Metrics(model_name=files.name, max_model_len=max_model_len),
+        enable_prefix_caching=config.enable_prefix_caching,
         check_invariants=config.check_invariants,
     )
     return LoadedEngine(engine, files.name, tokenizer, max_model_len)

@@ -31,12 +31,15 @@ class Simulation:
     `stops_after[name]`: number of tokens after which the device samples the stop token.
     """
 
-    def __init__(self, *, num_blocks, block_size=4, max_num_seqs=3, budget=8, stops_after=None):
+    def __init__(
+        self, *, num_blocks, block_size=4, max_num_seqs=3, budget=8, stops_after=None, cache=False
+    ):
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
+            enable_prefix_caching=cache,
         )
         self.block_size, self.budget, self.max_num_seqs = block_size, budget, max_num_seqs
         self.stops_after = stops_after or {}
@@ -96,12 +99,19 @@ REQUESTS = st.lists(
     max_num_seqs=st.integers(1, 4),
     budget=st.integers(4, 24),
     abort_at=st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=3),
+    cache=st.booleans(),
 )
-def test_every_request_ends_as_it_should(requests, num_blocks, max_num_seqs, budget, abort_at):
+def test_every_request_ends_as_it_should(
+    requests, num_blocks, max_num_seqs, budget, abort_at, cache
+):
     """O-04, O-14: under pressure, with stops and aborts, all end with exactly their tokens."""
     stops = {str(number): stop for number, (_, _, stop, _) in enumerate(requests)}
     simulation = Simulation(
-        num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, stops_after=stops
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        budget=budget,
+        stops_after=stops,
+        cache=cache,
     )
     made = [make_request(str(n), prompt, out) for n, (prompt, out, _, _) in enumerate(requests)]
     arrivals = sorted(range(len(made)), key=lambda number: requests[number][3])
