@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
@@ -23,6 +23,7 @@ from jpaged.startup import LoadedEngine, load_engine
 from jpaged.tokenizer import Tokenizer
 
 DRAIN_POLL_SECONDS = 0.02
+TOKENIZE_THREADS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.model_name = config.model
+        self.model_name = config.served_model_name or config.model
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
         self._loaded: LoadedEngine | None = None
@@ -69,8 +70,8 @@ class AsyncEngine:
         self._streams: dict[Request, _Stream] = {}
         # Actions of coroutines, carried out by the engine's thread between two steps.
         self._actions: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        # One thread keeps long prompts off the event loop; tokenizers are not safe in several.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        # Off the event loop, and in several threads: a long prompt must not hold up short ones.
+        self._tokenizing = ThreadPoolExecutor(TOKENIZE_THREADS, thread_name_prefix="tokenize")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
@@ -114,7 +115,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Snapshots of the growing answer; the last one has `finished`.
 
         Closing or cancelling the iterator aborts the request. Raises `RequestError` for a request

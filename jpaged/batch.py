@@ -7,6 +7,7 @@ from `last_token[slot]`.
 """
 
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import AttentionMetadata
+
+AnyArray = TypeVar("AnyArray", np.ndarray, Array)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ForwardShape:
     def packed_size(self) -> int:
         return sum(int(np.prod(shape)) for shape in self.fields.values())
 
-    def split(self, packed: np.ndarray | Array) -> dict[str, np.ndarray | Array]:
+    def split(self, packed: AnyArray) -> dict[str, AnyArray]:
         """Views of the packed array by name; works on numpy and inside jit."""
         views, offset = {}, 0
         for name, shape in self.fields.items():
@@ -104,6 +107,7 @@ class SamplingInput:
     slots: where the sampled token goes in `last_token`; out of range for padding.
     positions: the sampled token's position in its sequence; with the seed it decides the noise.
     seeds_low, seeds_high: the two halves of a 64-bit seed.
+    num_logprobs: most likely tokens to report; 0 reports the sampled one alone, -1 nothing.
     """
 
     slots: Int[Array, "S"]
@@ -111,13 +115,14 @@ class SamplingInput:
     seeds_low: Int[Array, "S"]
     seeds_high: Int[Array, "S"]
     top_k: Int[Array, "S"]
+    num_logprobs: Int[Array, "S"]
     temperature: Float[Array, "S"]
     top_p: Float[Array, "S"]
 
 
-NUM_SAMPLING_INTS = 5
+NUM_SAMPLING_INTS = 6
 NUM_SAMPLING_FLOATS = len(fields(SamplingInput)) - NUM_SAMPLING_INTS
 
 
-def unpack_sampling(ints: Int[Array, "5 S"], floats: Float[Array, "2 S"]) -> SamplingInput:
+def unpack_sampling(ints: Int[Array, "6 S"], floats: Float[Array, "2 S"]) -> SamplingInput:
     return SamplingInput(*ints, *floats)

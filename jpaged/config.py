@@ -27,6 +27,9 @@ class EngineConfig:
         DEMO_MODEL,
         "a folder in Hugging Face format, a .gguf file, a Hub id, or the name of the demo model",
     )
+    served_model_name: str | None = option(
+        None, "name that clients and metrics give the model (default: its name above)"
+    )
     skip_tokenizer_init: bool = option(
         False, "load no tokenizer: prompts and answers are token ids only"
     )
@@ -61,6 +64,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _check_block_size(self.block_size)
+        if self.served_model_name == "":
+            raise ConfigError("served_model_name must not be empty")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             _check_at_least(self, name, 1)
         _check_at_least(self, "kv_cache_memory_bytes", 1)

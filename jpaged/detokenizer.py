@@ -16,7 +16,7 @@ REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
 # The window is cut back to its context at this length. One that cannot be cut, as it ends in a
 # long run of bytes without a character, is decoded less and less often: constant work a token.
-MAX_WINDOW_TOKENS = 64
+MAX_WINDOW_TOKENS = 24
 # Byte tokens come early in every vocabulary that has them.
 NUM_TOKENS_SEARCHED_FOR_BYTES = 4096
 

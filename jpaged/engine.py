@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jpaged.block_pool import BlockPool
 from jpaged.inputs import InputProcessor, Prompt
 from jpaged.metrics import Metrics
-from jpaged.outputs import FinishReason
+from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.request import Request
 from jpaged.runner import LaunchedStep, Runner
 from jpaged.sampling_params import SamplingParams
@@ -111,22 +111,22 @@ class Engine:
             return []
         timings = self.step_timings
         started = time.perf_counter()
-        tokens = step.read_tokens()
+        tokens, logprobs = step.read_tokens(), step.read_logprobs()
         read = time.perf_counter()
         progressed = []
-        for request, token in zip(step.requests, tokens, strict=False):
+        for request, token, token_logprobs in zip(step.requests, tokens, logprobs, strict=True):
             # A step ahead, one token more may have been sampled than the answer has.
             if not request.is_finished:
-                self._append(request, token)
+                self._append(request, token, token_logprobs)
                 progressed.append(request)
         timings.num_steps += 1
         timings.waiting += read - started
         timings.processing += time.perf_counter() - read
         return progressed
 
-    def _append(self, request: Request, token: int) -> None:
+    def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         last_token_time = request.last_token_time
-        request.append_token(token)
+        request.append_token(token, logprobs)
         assert request.last_token_time is not None
         if last_token_time is None:
             self.metrics.record_first_token(request)

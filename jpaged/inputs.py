@@ -95,6 +95,14 @@ class InputProcessor:
                 "prompts must be token ids: the engine was started with skip_tokenizer_init",
                 param="prompt",
             )
+        # Megabytes of text would take seconds to tokenize, only to be refused then.
+        most_characters = self.max_model_len * self.tokenizer.longest_token_length
+        if len(prompt) > most_characters:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} characters, more than any {self.max_model_len} "
+                f"tokens, the model's context, can have ({most_characters}). Shorten the prompt.",
+                param="prompt",
+            )
         return self.tokenizer.encode(prompt)
 
     def _check_token_ids(self, param: str, token_ids: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
@@ -12,6 +12,8 @@ from jpaged.progress import progress_bar
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import load_engine
+
+Conversation = Sequence[dict[str, Any]]
 
 
 class LLM:
@@ -61,13 +63,14 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        messages: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to each of several, put in the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast(Sequence[Conversation], [messages] if is_one else messages)
         prompts = [chat_prompt(self.tokenizer, list(each)) for each in conversations]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 

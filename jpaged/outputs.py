@@ -21,6 +21,18 @@ class RequestTiming:
     finished: float | None = None
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated token, in the model's own distribution.
+
+    logprob: of the generated token. top: (token id, log-probability) of the most likely tokens,
+    best first; as many as were asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
     """One answer.
@@ -29,6 +41,8 @@ class CompletionOutput:
     token_ids: all tokens generated, the stop token included.
     stop_reason: the stop string or stop token id that ended the answer; None for
         end-of-sequence tokens of the model and for other finish reasons.
+    logprobs: one entry a token; None when none were asked for.
+    cumulative_logprob: their sum.
     """
 
     index: int
@@ -36,6 +50,8 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from jaxtyping import Float, Int
 from jpaged.batch import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS, ForwardShape
 from jpaged.scheduled_batch import ScheduledBatch, ScheduledRequest
 
+NO_LOGPROBS = -1
+
 
 def pack_forward(
     batch: ScheduledBatch, shape: ForwardShape, block_tables: Int[np.ndarray, "R M"]
@@ -18,7 +20,7 @@ def pack_forward(
     views = shape.split(packed)
     token_ids = [token for row in rows for token in _token_ids(row)]
     views["token_ids"][: len(token_ids)] = token_ids
-    slots = [row.request.slot for row in rows]
+    slots = [row.request.running_slot for row in rows]
     np.take(block_tables, slots, axis=0, out=views["block_tables"][: len(rows)])
     views["context_lens"][: len(rows)] = [row.start + row.num_tokens for row in rows]
     ends = np.cumsum([row.num_tokens for row in rows])
@@ -33,18 +35,19 @@ def pack_forward(
 def _token_ids(row: ScheduledRequest) -> Sequence[int]:
     known = row.request.token_ids[row.start : row.start + row.num_tokens]
     if len(known) < row.num_tokens:
-        assert row.request.slot is not None and len(known) == row.num_tokens - 1
-        return [*known, ~row.request.slot]
+        assert len(known) == row.num_tokens - 1
+        return [*known, ~row.request.running_slot]
     return known
 
 
 def pack_sampling(
     batch: ScheduledBatch, num_rows: int, padding_slot: int
-) -> tuple[Int[np.ndarray, "5 S"], Float[np.ndarray, "2 S"]]:
+) -> tuple[Int[np.ndarray, "6 S"], Float[np.ndarray, "2 S"]]:
     """Padding rows are greedy, so they never make a cheap batch an expensive one."""
     ints = np.zeros((NUM_SAMPLING_INTS, num_rows), np.int32)
     floats = np.zeros((NUM_SAMPLING_FLOATS, num_rows), np.float32)
     ints[0] = padding_slot
+    ints[5] = NO_LOGPROBS
     floats[1] = 1.0
     sampled = [row for row in batch.rows if row.is_sampled]
     for index, row in enumerate(sampled):
@@ -52,7 +55,9 @@ def pack_sampling(
         low, high = request.seed & 0xFFFFFFFF, (request.seed >> 32) & 0xFFFFFFFF
         position = row.start + row.num_tokens
         # Halves of a seed are bit patterns: reinterpret those above 2**31.
-        ints[:, index] = (request.slot, position, _signed(low), _signed(high), params.top_k)
+        seed = _signed(low), _signed(high)
+        num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        ints[:, index] = (request.running_slot, position, *seed, params.top_k, num_logprobs)
         floats[:, index] = (0.0 if params.is_greedy else params.temperature, params.top_p)
     return ints, floats
 

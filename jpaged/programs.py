@@ -105,13 +105,13 @@ def lower_forward(spec: ProgramSpec, shape: ForwardShape) -> Lowered:
 
 
 def lower_sample(spec: ProgramSpec, num_rows: int) -> Lowered:
-    """(params, hidden, last_token, ints, floats) -> (token of each row, last_token)"""
+    """(params, hidden, last_token, ints, floats) -> (`Samples`, last_token)"""
 
     def sample_rows(params, hidden, last_token, ints, floats):
         inputs = unpack_sampling(ints, floats)
         logits = spec.model.merge(params).logits(hidden[:num_rows])
-        tokens = sample(logits, inputs, jax.random.key(spec.seed))
-        return tokens, last_token.at[inputs.slots].set(tokens, mode="drop")
+        samples = sample(logits, inputs, jax.random.key(spec.seed))
+        return samples, last_token.at[inputs.slots].set(samples.tokens, mode="drop")
 
     hidden = (spec.num_slots, spec.model.config.hidden_size)
     return jax.jit(sample_rows, donate_argnames="last_token").lower(

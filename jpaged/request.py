@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from enum import Enum, auto
 
 from jpaged.detokenizer import Detokenizer
-from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, RequestTiming
+from jpaged.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    RequestTiming,
+    TokenLogprobs,
+)
 from jpaged.sampling_params import SamplingParams
 
 
@@ -53,6 +59,8 @@ class Request:
         self.detokenizer = detokenizer
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_cached_tokens = 0
@@ -77,6 +85,11 @@ class Request:
         return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
+    def running_slot(self) -> int:
+        assert self.slot is not None, f"request {self.request_id} does not run"
+        return self.slot
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -89,8 +102,11 @@ class Request:
         """True once the steps launched so far sample the last token that is allowed."""
         return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
-    def append_token(self, token_id: int) -> None:
+    def append_token(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """Take a token that the device sampled, and finish when it ends the answer."""
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs.logprob
         self.num_in_flight_tokens -= 1
         self.token_ids.append(token_id)
         self.last_token_time = time.monotonic()
@@ -119,12 +135,15 @@ class Request:
 
     def output(self) -> RequestOutput:
         """A snapshot that later steps do not change."""
+        wants_logprobs = self.params.logprobs is not None
         completion = CompletionOutput(
             index=0,
             text="" if self.detokenizer is None else self.detokenizer.visible_text,
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs) if wants_logprobs else None,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
         )
         return RequestOutput(
             request_id=self.request_id,

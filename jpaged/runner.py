@@ -11,24 +11,45 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.buckets import smallest_bucket
+from jpaged.outputs import TokenLogprobs
 from jpaged.packing import pack_forward, pack_sampling
 from jpaged.programs import Programs, ProgramSpec
 from jpaged.request import Request
+from jpaged.sampler import Samples
 from jpaged.scheduled_batch import ScheduledBatch
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step on its way. tokens: those of `requests`, in order, then padding."""
+    """A step on its way. samples: those of `requests`, in order, then padding."""
 
     requests: list[Request]
-    tokens: jax.Array | None
+    samples: Samples | None
 
     def read_tokens(self) -> list[int]:
         """Wait for the step and return the token of every sampled request."""
-        if self.tokens is None:
+        if self.samples is None:
             return []
-        return np.asarray(self.tokens)[: len(self.requests)].tolist()
+        return np.asarray(self.samples.tokens)[: len(self.requests)].tolist()
+
+    def read_logprobs(self) -> list[TokenLogprobs | None]:
+        """Of every sampled request that wants them."""
+        wanted = [request.params.logprobs for request in self.requests]
+        if self.samples is None or not any(number is not None for number in wanted):
+            return [None] * len(wanted)
+        logprobs, top_ids, top_logprobs = (
+            np.asarray(values).tolist()
+            for values in (self.samples.logprobs, self.samples.top_ids, self.samples.top_logprobs)
+        )
+        return [
+            None
+            if number is None
+            else TokenLogprobs(
+                logprob=logprobs[row],
+                top=tuple(zip(top_ids[row][:number], top_logprobs[row][:number], strict=True)),
+            )
+            for row, number in enumerate(wanted)
+        ]
 
 
 class Runner:
@@ -57,11 +78,13 @@ class Runner:
             return LaunchedStep(requests, None)
         num_rows = smallest_bucket(self.spec.row_buckets, len(requests))
         ints, floats = pack_sampling(batch, num_rows, padding_slot=self.spec.num_slots)
-        tokens, self._last_token = self._programs.sample[num_rows](
+        samples, self._last_token = self._programs.sample[num_rows](
             self._params, hidden, self._last_token, ints, floats
         )
-        tokens.copy_to_host_async()
-        return LaunchedStep(requests, tokens)
+        wants_logprobs = any(request.params.logprobs is not None for request in requests)
+        for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
+            values.copy_to_host_async()
+        return LaunchedStep(requests, samples)
 
     def _update_block_tables(self, batch: ScheduledBatch) -> None:
         """Copy what is new of each request's table into the row of its slot.
@@ -69,8 +92,7 @@ class Runner:
         A request that starts, or starts over, has a new list; a list only grows.
         """
         for row in batch.rows:
-            slot, block_ids = row.request.slot, row.request.block_ids
-            assert slot is not None
+            slot, block_ids = row.request.running_slot, row.request.block_ids
             shown, num_shown = self._shown[slot]
             known = num_shown if shown is block_ids else 0
             if known != len(block_ids):

@@ -9,20 +9,57 @@ the bits of the float, one reduction a bit. Ties at the threshold are cut by tok
 first, so that exactly k candidates are kept.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jpaged.batch import SamplingInput
+from jpaged.sampling_params import MAX_LOGPROBS
 
 NEGATIVE_INFINITY = float("-inf")
 
 
-def sample(
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Samples:
+    """What is sampled for each row.
+
+    The log-probabilities are those of the model's own distribution, before temperature and
+    filters, so that they say the same whatever the parameters. They are zeros when no row asked.
+
+    logprobs: of the sampled token. top_ids, top_logprobs: of the most likely ones, best first.
+    """
+
+    tokens: Int[Array, "S"]
+    logprobs: Float[Array, "S"]
+    top_ids: Int[Array, "S P"]
+    top_logprobs: Float[Array, "S P"]
+
+
+def sample(logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Array, ""]) -> Samples:
+    """The next token of each row. Rows with temperature 0 take the most likely one."""
+    tokens = sample_tokens(logits, inputs, base_key)
+    num_rows, num_top = logits.shape[0], min(MAX_LOGPROBS, logits.shape[1])
+
+    def report() -> Samples:
+        normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        top_logits, top_ids = lax.top_k(logits, num_top)
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+        return Samples(tokens, (chosen - normaliser)[:, 0], top_ids, top_logits - normaliser)
+
+    def report_nothing() -> Samples:
+        none = jnp.zeros((num_rows, num_top), jnp.float32)
+        return Samples(tokens, none[:, 0], none.astype(jnp.int32), none)
+
+    return lax.cond(jnp.any(inputs.num_logprobs >= 0), report, report_nothing)
+
+
+def sample_tokens(
     logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Array, ""]
 ) -> Int[Array, "S"]:
-    """The next token of each row. Rows with temperature 0 take the most likely one."""
     greedy = argmax(logits)
     is_greedy = inputs.temperature == 0
 

@@ -11,6 +11,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_TOP_K = 2**31 - 1
 # Below this, dividing logits by the temperature could overflow float32; the result is greedy.
 MIN_TEMPERATURE = 1e-5
 
@@ -30,6 +32,8 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string (or the text of the stop token) in the text.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: make text at all; without, only token ids are returned.
+    logprobs: report the log-probability of every generated token and of that many most likely
+        ones, in the model's own distribution; None reports nothing.
 
     Raises `RequestError` that names the field.
     """
@@ -45,15 +49,18 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, low=0.0, high=math.inf)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, low_included=False)
-        _check_int("top_k", self.top_k, low=-1)
+        _check_int("top_k", self.top_k, low=-1, high=MAX_TOP_K)
         if self.seed is not None:
             _check_int("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, low=1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",

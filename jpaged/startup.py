@@ -50,6 +50,7 @@ def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
     """Raises `JpagedError`; what can be checked without reading weights is checked before."""
     files = resolve_model(config.model)
     model_config = load_model_config(files)
+    model_name = config.served_model_name or files.name
     max_model_len = wanted_model_len(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files)
     use_compilation_cache(config)
@@ -66,11 +67,11 @@ def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
     engine = Engine(
         Runner(spec, programs),
         inputs,
-        Metrics(model_name=files.name, max_model_len=max_model_len),
+        Metrics(model_name=model_name, max_model_len=max_model_len),
         enable_prefix_caching=config.enable_prefix_caching,
         check_invariants=config.check_invariants,
     )
-    return LoadedEngine(engine, files.name, tokenizer, max_model_len)
+    return LoadedEngine(engine, model_name, tokenizer, max_model_len)
 
 
 def compute_dtype(config: EngineConfig) -> jnp.dtype:

@@ -31,6 +31,8 @@ class Tokenizer:
         tokenizer.backend_tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
+        # A token covers at most that many characters of a text.
+        self.longest_token_length = max(map(len, tokenizer.get_vocab()))
         self.bos_token_id = _token_id(tokenizer.bos_token_id)
         self.eos_token_id = _token_id(tokenizer.eos_token_id)
         self.special_token_ids = frozenset(

@@ -19,6 +19,7 @@ from jpaged.server.convert import (
     completion_params,
     completion_prompts,
     includes_usage,
+    salted,
 )
 from jpaged.server.errors import UnavailableError, add_error_handlers
 from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, ModelList
@@ -91,7 +92,7 @@ async def completions(request: Request) -> Response:
         returns_token_ids=body.return_token_ids,
     )
     params = completion_params(body, has_text=engine.tokenizer is not None)
-    prompts = completion_prompts(body)
+    prompts = [salted(prompt, body.cache_salt) for prompt in completion_prompts(body)]
     return await _answer(request, prompts, params, answer_format, is_stream=body.stream)
 
 
@@ -112,7 +113,8 @@ async def chat_completions(request: Request) -> Response:
         chat_messages(body),
         add_generation_prompt=body.add_generation_prompt,
     )
-    return await _answer(request, [prompt], params, answer_format, is_stream=body.stream)
+    prompts = [salted(prompt, body.cache_salt)]
+    return await _answer(request, prompts, params, answer_format, is_stream=body.stream)
 
 
 async def _answer(

@@ -7,7 +7,7 @@ the engine never sees a wire request.
 from typing import Any
 
 from jpaged.errors import RequestError
-from jpaged.inputs import Prompt, TokensPrompt
+from jpaged.inputs import Prompt, TextPrompt, TokensPrompt
 from jpaged.sampling_params import SamplingParams
 from jpaged.server.errors import ModelNotFoundError
 from jpaged.server.protocol import (
@@ -50,6 +50,15 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
         f"token ids, and not empty; got {_kinds(prompt)}",
         param="prompt",
     )
+
+
+def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """The prompt, to share cached blocks only with prompts of the same salt."""
+    if cache_salt is None:
+        return prompt
+    if isinstance(prompt, str):
+        return TextPrompt(prompt=prompt, cache_salt=cache_salt)
+    return {**prompt, "cache_salt": cache_salt}
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:

@@ -16,9 +16,6 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of this machine's")
     port: int = option(8000, "port to listen on; 0 chooses a free one")
-    served_model_name: str | None = option(
-        None, "name that clients give the model (default: the engine's name of it)"
-    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests get to finish after Ctrl-C or SIGTERM"
     )
@@ -30,5 +27,3 @@ class ServerOptions:
             raise ConfigError(
                 f"shutdown_timeout must be a number of seconds, got {self.shutdown_timeout}"
             )
-        if self.served_model_name == "":
-            raise ConfigError("served_model_name must not be empty")

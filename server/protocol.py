@@ -87,7 +87,6 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "priority": (0,),
     "request_id": (),
-    "cache_salt": (),
 }
 
 
@@ -113,6 +112,7 @@ class SamplingRequest(WireModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    cache_salt: str | None = None
     user: str | None = None  # identifies an end user to OpenAI; nothing depends on it here
 
 

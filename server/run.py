@@ -46,7 +46,7 @@ async def _serve(config: EngineConfig, options: ServerOptions, listener: socket.
     server = SignalledServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        if await _finishes(_start(engine, options), before=server.stop_requested):
+        if await _finishes(engine.start(), before=server.stop_requested):
             print(greeting(engine, base_url(listener)), flush=True)
             await server.stop_requested.wait()
             app.state.is_draining = True
@@ -55,12 +55,6 @@ async def _serve(config: EngineConfig, options: ServerOptions, listener: socket.
         await engine.shutdown()
         server.should_exit = True
         await serving
-
-
-async def _start(engine: AsyncEngine, options: ServerOptions) -> None:
-    await engine.start()
-    if options.served_model_name is not None:
-        engine.model_name = options.served_model_name
 
 
 async def _finishes(work: Coroutine[Any, Any, None], *, before: asyncio.Event) -> bool:

@@ -36,7 +36,8 @@ class PagedAttention(Protocol):
     Everything is traced: methods are called inside jit.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def pool_shape(
         self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int

@@ -18,12 +18,14 @@ from jpaged.server.options import ServerOptions
 # Field, what is typed, what it becomes. Every value differs from the default.
 ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("model", ["--model", "some/model"], "some/model"),
+    ("served_model_name", ["--served-model-name", "mine"], "mine"),
     ("skip_tokenizer_init", ["--skip-tokenizer-init"], True),
     ("dtype", ["--dtype", "bfloat16"], "bfloat16"),
     ("max_model_len", ["--max-model-len", "4K"], 4096),
     ("block_size", ["--block-size=32"], 32),
     ("max_num_seqs", ["--max-num-seqs", "7"], 7),
     ("max_num_batched_tokens", ["--max-num-batched-tokens", "1k"], 1000),
+    ("enable_prefix_caching", ["--no-enable-prefix-caching"], False),
     ("gpu_memory_utilization", ["--gpu-memory-utilization", "0.5"], 0.5),
     ("kv_cache_memory_bytes", ["--kv-cache-memory-bytes", "2G"], 2**31),
     ("num_gpu_blocks_override", ["--num-gpu-blocks-override", "50"], 50),
@@ -35,7 +37,6 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
 SERVER_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("host", ["--host", "0.0.0.0"], "0.0.0.0"),
     ("port", ["--port", "0"], 0),
-    ("served_model_name", ["--served-model-name", "mine"], "mine"),
     ("shutdown_timeout", ["--shutdown-timeout", "2.5"], 2.5),
 ]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import jpaged.cli.terminal  # noqa: F401  # before the engine's class is replaced
 from jpaged.cli.main import main
 from tests.http.scripted_engine import ScriptedEngine
+from tests.http.test_disconnect import wait_until
 
 
 @pytest.fixture
@@ -100,8 +102,7 @@ def test_interrupt_stops_the_answer_only(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt() -> None:
-        while engine.num_generated < 3:
-            time.sleep(0.01)
+        wait_until(lambda: engine.num_generated >= 3, 10)
         engine.seconds_per_token = 0.0
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -8,12 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.batch import SamplingInput
-from jpaged.sampler import argmax, gumbel_noise, sample, top_k_filter, top_p_filter
+from jpaged.sampler import (
+    argmax,
+    gumbel_noise,
+    sample,
+    sample_tokens,
+    top_k_filter,
+    top_p_filter,
+)
 
 KEY = jax.random.key(0)
 
 
-def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, positions=None):
+def inputs(
+    num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, positions=None, num_logprobs=-1
+):
     def column(value, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), (num_rows,))
 
@@ -23,12 +32,13 @@ def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, positio
         seeds_low=column(np.arange(num_rows) if seeds is None else seeds, jnp.int32),
         seeds_high=column(0, jnp.int32),
         top_k=column(top_k, jnp.int32),
+        num_logprobs=column(num_logprobs, jnp.int32),
         temperature=column(temperature, jnp.float32),
         top_p=column(top_p, jnp.float32),
     )
 
 
-run = jax.jit(sample)
+run = jax.jit(sample_tokens)
 
 
 def kept_by_oracle(logits, top_k, top_p):
@@ -150,3 +160,26 @@ def test_tiny_temperatures_are_greedy(temperature, top_p):
     has_gap = best[:, -1] - best[:, -2] > 0.05
     tokens = run(jnp.array(logits), inputs(32, temperature=temperature, top_p=top_p), KEY)
     np.testing.assert_array_equal(np.asarray(tokens)[has_gap], logits.argmax(1)[has_gap])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logprobs_are_those_of_the_model(temperature):
+    """O-23: before temperature and filters; the sampled token has the same value in both places."""
+    logits = np.random.default_rng(5).normal(size=(6, 300)).astype(np.float32) * 4
+    params = inputs(6, temperature=temperature, top_k=5, num_logprobs=[-1, 0, 1, 5, 20, -1])
+    samples = jax.jit(sample)(jnp.array(logits), params, KEY)
+    wide = logits.astype(np.float64)
+    expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(samples.tokens, run(jnp.array(logits), params, KEY))
+    for row in range(6):
+        token = int(samples.tokens[row])
+        assert abs(float(samples.logprobs[row]) - expected[row, token]) < 1e-5
+        order = np.argsort(-expected[row], kind="stable")[:20]
+        np.testing.assert_array_equal(samples.top_ids[row], order)
+        np.testing.assert_allclose(samples.top_logprobs[row], expected[row, order], atol=1e-5)
+
+
+def test_logprobs_cost_nothing_when_nobody_asks():
+    logits = jnp.array(np.random.default_rng(5).normal(size=(2, 30)), jnp.float32)
+    samples = jax.jit(sample)(logits, inputs(2, temperature=0.0), KEY)
+    assert not np.asarray(samples.logprobs).any() and not np.asarray(samples.top_ids).any()

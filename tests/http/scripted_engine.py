@@ -83,7 +83,8 @@ class ScriptedEngine(AsyncEngine):
     async def generate(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        assert request_id is not None and request_id not in self.running
+        request_id = request_id or f"request-{self.num_started}"
+        assert request_id not in self.running
         request = self._inputs.request(request_id, prompt, params)
         self.running[request_id] = request
         self.num_started += 1

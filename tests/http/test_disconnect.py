@@ -109,7 +109,9 @@ def test_a_reader_that_stops_reading_and_leaves(server: RunningServer) -> None:
 # What follows needs no server.
 
 
-async def counting(log: list[str], name: str, error: Exception | None = None) -> Any:
+async def counting(
+    log: list[str], name: str, error: Exception | None = None
+) -> AsyncGenerator[Any]:
     try:
         for number in range(3):
             await asyncio.sleep(0.001)
@@ -207,7 +209,7 @@ def test_an_event_stream_closes_its_events() -> None:
         assert log == ["closed"]
         del events  # until here, so that nothing but the stream could have closed it
 
-    async def endless_events() -> Any:
+    async def endless_events() -> AsyncGenerator[bytes]:
         try:
             while True:
                 yield b"data: x\n\n"

@@ -159,7 +159,6 @@ NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
     ("priority", [0], [1]),
     ("truncate_prompt_tokens", [], [5]),
     ("request_id", [], ["mine"]),
-    ("cache_salt", [], ["mine"]),
 ]
 COMPLETIONS_ONLY = [
     ("best_of", [1], [2]),

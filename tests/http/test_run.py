@@ -33,6 +33,7 @@ class Engine(ScriptedEngine):
         super().__init__(Path(tempfile.mkdtemp()))
         self.is_ready = False
         self.seconds_per_token = 0.02
+        self.model_name = config.served_model_name or self.model_name
 
     async def start(self):
         await asyncio.sleep(start_seconds)
