@@ -17,7 +17,7 @@ from jpaged.errors import EngineDeadError
 from jpaged.inputs import Prompt, TokensPrompt, chat_prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import RequestOutput
-from jpaged.request import Request
+from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import LoadedEngine, load_engine
 from jpaged.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class AsyncEngine:
         self._death: BaseException | None = None
         self._is_draining = False
         self._request_numbers = count()
-        self._streams: dict[Request, _Stream] = {}
+        self._streams: dict[RequestGroup, _Stream] = {}
         # Actions of coroutines, carried out by the engine's thread between two steps.
         self._actions: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         # Off the event loop, and in several threads: a long prompt must not hold up short ones.
@@ -124,22 +124,22 @@ class AsyncEngine:
         """
         if request_id is None:
             request_id = f"request-{next(self._request_numbers)}"
-        request = await self._make_request(request_id, prompt, params)
+        group = await self._make_request(request_id, prompt, params)
         # Known to the engine's thread before its health is checked: if it stops after the check,
         # it ends the stream.
-        stream = self._streams[request] = _Stream(asyncio.get_running_loop())
+        stream = self._streams[group] = _Stream(asyncio.get_running_loop())
         is_finished = False
         try:
             self.check_health()
-            self._actions.put(lambda engine: engine.add_request(request))
+            self._actions.put(lambda engine: engine.add_request(group))
             while not is_finished:
                 output = await stream.get()
                 is_finished = output.finished
                 yield output
         finally:
-            self._streams.pop(request, None)
+            self._streams.pop(group, None)
             if not is_finished:
-                self._actions.put(lambda engine: engine.abort(request))
+                self._actions.put(lambda engine: engine.abort(group))
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, and wait up to `timeout` seconds for the running ones."""
@@ -161,7 +161,7 @@ class AsyncEngine:
 
     async def _make_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams
-    ) -> Request:
+    ) -> RequestGroup:
         self.check_health()
         if self._is_draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
@@ -177,8 +177,8 @@ class AsyncEngine:
         try:
             while self._take_actions():
                 if self.engine.has_unfinished:
-                    for request in self.engine.step():
-                        self._deliver(request)
+                    for group in self.engine.step():
+                        self._deliver(group)
             self._stop(EngineDeadError("it was shut down"))
         except BaseException as error:
             logger.exception("the engine has stopped")
@@ -195,11 +195,11 @@ class AsyncEngine:
             is_idle = False
         return True
 
-    def _deliver(self, request: Request) -> None:
+    def _deliver(self, group: RequestGroup) -> None:
         # The reader may have gone while the step was on its way.
-        stream = self._streams.get(request)
+        stream = self._streams.get(group)
         if stream is not None:
-            stream.put(request.output())
+            stream.put(group.output())
 
     def _stop(self, error: BaseException) -> None:
         """From now on everybody who reads, or comes to read, gets the error."""

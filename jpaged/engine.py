@@ -11,6 +11,7 @@ from jpaged.inputs import InputProcessor, Prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.request import Request
+from jpaged.request_group import RequestGroup
 from jpaged.runner import LaunchedStep, Runner
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduled_batch import ScheduledBatch
@@ -57,33 +58,37 @@ class Engine:
         self.step_timings = StepTimings()
         self._runner = runner
         self._check_invariants = check_invariants
+        self._groups: dict[Request, RequestGroup] = {}
         self._launched: LaunchedStep | None = None
 
-    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestGroup:
         """Tokenize and check a request without queueing it. Thread-safe.
 
         Raises `RequestError` that names the field at fault.
         """
-        request = self.inputs.request(request_id, prompt, params)
-        self.scheduler.check_fits(request.num_prompt_tokens)
-        return request
+        group = self.inputs.request(request_id, prompt, params)
+        self.scheduler.check_fits(group.num_prompt_tokens)
+        return group
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, group: RequestGroup) -> None:
         """Queue a request made by `make_request`."""
-        self.scheduler.add(request)
+        for request in group.requests:
+            self.scheduler.add(request)
+            self._groups[request] = group
 
-    def abort(self, request: Request) -> None:
+    def abort(self, group: RequestGroup) -> None:
         """End a request and free its blocks; nothing happens if it has finished already."""
-        if not request.is_finished:
-            self.scheduler.finish(request, FinishReason.ABORT)
-            self.metrics.record_finished(request)
+        for request in group.requests:
+            if not request.is_finished:
+                self.scheduler.finish(request, FinishReason.ABORT)
+                self._forget(request)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do."""
         return self.scheduler.has_requests or self._launched is not None
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[RequestGroup]:
         """Schedule and launch a step, then take in the tokens of the step before.
 
         Returns the requests that have new tokens or are finished.
@@ -98,13 +103,15 @@ class Engine:
         launched = time.perf_counter()
         timings.launching += launched - scheduled
         progressed = batch.finished + self._process(finished_step)
+        # A dict keeps the order and drops doubles.
+        groups = list(dict.fromkeys(self._groups[request] for request in progressed))
         for request in progressed:
             if request.is_finished:
-                self.metrics.record_finished(request)
+                self._forget(request)
         self._record(batch)
         if self._check_invariants:
             self.scheduler.check_integrity()
-        return progressed
+        return groups
 
     def _process(self, step: LaunchedStep | None) -> list[Request]:
         if step is None:
@@ -138,6 +145,10 @@ class Engine:
             self.metrics.record_tokens(request, 1, request.last_token_time - last_token_time)
         if request.is_finished:
             self.scheduler.retire(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._groups[request]
+        self.metrics.record_finished(request)
 
     def _record(self, batch: ScheduledBatch) -> None:
         self.metrics.record_step(

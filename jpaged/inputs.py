@@ -2,11 +2,13 @@
 
 import secrets
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, NotRequired, TypedDict
 
 from jpaged.detokenizer import Detokenizer
 from jpaged.errors import PromptTooLongError, RequestError
 from jpaged.request import Request
+from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -44,7 +46,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestGroup:
         """Raises `RequestError` that names the field at fault."""
         text, token_ids = self._tokenize(prompt)
         cache_keys = _cache_keys(prompt)
@@ -52,17 +54,23 @@ class InputProcessor:
         stop_token_ids = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
-        return Request(
-            request_id,
-            token_ids,
-            params,
-            prompt=text,
-            max_tokens=self._max_tokens(len(token_ids), params.max_tokens),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            stop_token_ids=frozenset(stop_token_ids),
-            detokenizer=self._detokenizer(token_ids, params),
-            cache_keys=cache_keys,
-        )
+        max_tokens = self._max_tokens(len(token_ids), params.max_tokens)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        requests = [
+            Request(
+                request_id,
+                token_ids,
+                params,
+                max_tokens=max_tokens,
+                seed=seed_of_answer(seed, index),
+                stop_token_ids=frozenset(stop_token_ids),
+                detokenizer=self._detokenizer(token_ids, params),
+                cache_keys=cache_keys,
+                index=index,
+            )
+            for index in range(params.num_sequences)
+        ]
+        return RequestGroup(request_id, text, params, requests)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
@@ -154,6 +162,14 @@ class InputProcessor:
             stop_strings=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
+
+
+def seed_of_answer(seed: int, index: int) -> int:
+    """A stream of random numbers for each of several answers; the first has the seed itself."""
+    if index == 0:
+        return seed
+    content = seed.to_bytes(9, "little", signed=True) + index.to_bytes(4, "little")
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
 def _cache_keys(prompt: Prompt) -> dict[str, str]:

@@ -9,7 +9,7 @@ from jpaged.errors import ConfigError, RequestError
 from jpaged.inputs import Prompt, chat_prompt
 from jpaged.outputs import RequestOutput
 from jpaged.progress import progress_bar
-from jpaged.request import Request
+from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import load_engine
 
@@ -54,12 +54,12 @@ class LLM:
                 param="params",
             )
         pairs = zip(prompts, params, strict=True)
-        requests = [
+        groups = [
             self.engine.make_request(str(next(self._request_ids)), prompt, each)
             for prompt, each in pairs
         ]
-        self._run(requests, use_tqdm=use_tqdm)
-        return [request.output() for request in requests]
+        self._run(groups, use_tqdm=use_tqdm)
+        return [group.output() for group in groups]
 
     def chat(
         self,
@@ -74,19 +74,19 @@ class LLM:
         prompts = [chat_prompt(self.tokenizer, list(each)) for each in conversations]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
-    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
-        for request in requests:
-            self.engine.add_request(request)
+    def _run(self, groups: Sequence[RequestGroup], *, use_tqdm: bool) -> None:
+        for group in groups:
+            self.engine.add_request(group)
         try:
             with progress_bar(
-                len(requests), "generating", unit=" requests", shown=use_tqdm
+                len(groups), "generating", unit=" requests", shown=use_tqdm
             ) as advance:
                 while self.engine.has_unfinished:
-                    advance(sum(request.is_finished for request in self.engine.step()))
+                    advance(sum(group.is_finished for group in self.engine.step()))
         except BaseException:
             # Interrupted: leave nothing behind that a later call would run.
-            for request in requests:
-                self.engine.abort(request)
+            for group in groups:
+                self.engine.abort(group)
             raise
 
 

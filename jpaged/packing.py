@@ -27,7 +27,7 @@ def pack_forward(
     views["query_starts"][1 : len(rows) + 1] = ends
     views["query_starts"][len(rows) + 1 :] = len(token_ids)
     views["num_decodes"][...] = len(batch.decodes)
-    outputs = [end - 1 for row, end in zip(rows, ends, strict=True) if row.is_sampled]
+    outputs = [end - 1 for row, end in zip(rows, ends, strict=True) for _ in row.sampled]
     views["output_tokens"][: len(outputs)] = outputs
     return packed
 
@@ -49,14 +49,13 @@ def pack_sampling(
     ints[0] = padding_slot
     ints[5] = NO_LOGPROBS
     floats[1] = 1.0
-    sampled = [row for row in batch.rows if row.is_sampled]
-    for index, row in enumerate(sampled):
-        request, params = row.request, row.request.params
+    for index, (request, position) in enumerate(batch.sampled):
+        params = request.params
         low, high = request.seed & 0xFFFFFFFF, (request.seed >> 32) & 0xFFFFFFFF
-        position = row.start + row.num_tokens
         # Halves of a seed are bit patterns: reinterpret those above 2**31.
         seed = _signed(low), _signed(high)
-        num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        wanted = params.num_reported_logprobs
+        num_logprobs = NO_LOGPROBS if wanted is None else wanted
         ints[:, index] = (request.running_slot, position, *seed, params.top_k, num_logprobs)
         floats[:, index] = (0.0 if params.is_greedy else params.temperature, params.top_p)
     return ints, floats

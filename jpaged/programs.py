@@ -30,6 +30,7 @@ from jpaged.sampler import sample
 from pallas_kernels.paged_attention import PagedAttention, kv_slots
 
 NUM_COMPILE_THREADS = 2
+SMALLEST_COPY_BUCKET = 4
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,13 @@ class ProgramSpec:
         )
 
     @property
+    def copy_buckets(self) -> tuple[int, ...]:
+        """A step copies at most one block a row."""
+        return tuple(sorted({min(SMALLEST_COPY_BUCKET, self.num_slots), self.num_slots}))
+
+    @property
     def num_programs(self) -> int:
-        return len(self.forward_shapes()) + len(self.row_buckets)
+        return len(self.forward_shapes()) + len(self.row_buckets) + len(self.copy_buckets)
 
     def forward_shapes(self) -> list[ForwardShape]:
         """Of all forward programs, the largest first."""
@@ -123,12 +129,24 @@ def lower_sample(spec: ProgramSpec, num_rows: int) -> Lowered:
     )
 
 
+def lower_copy(spec: ProgramSpec, num_blocks: int) -> Lowered:
+    """(pools, [from, to]) -> pools; every copy takes what was there before any of them."""
+
+    def copy(pools, blocks):
+        return tuple(spec.attention.copy_blocks(pool, *blocks) for pool in pools)
+
+    return jax.jit(copy, donate_argnames="pools").lower(
+        spec.kv_cache.abstract(), _int32(2, num_blocks)
+    )
+
+
 @dataclass(frozen=True)
 class Programs:
-    """forward: by shape. sample: by number of rows."""
+    """forward: by shape. sample: by number of rows. copy: by number of blocks."""
 
     forward: dict[ForwardShape, Compiled]
     sample: dict[int, Compiled]
+    copy: dict[int, Compiled]
 
 
 def largest_programs(spec: ProgramSpec) -> list[Lowered]:
@@ -166,9 +184,14 @@ def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Pr
             size: threads.submit(compile_one, lambda size=size: lower_sample(spec, size))
             for size in spec.row_buckets
         }
+        copying = {
+            size: threads.submit(compile_one, lambda size=size: lower_copy(spec, size))
+            for size in spec.copy_buckets
+        }
         return Programs(
             forward={shape: future.result() for shape, future in forward.items()},
             sample={size: future.result() for size, future in sampling.items()},
+            copy={size: future.result() for size, future in copying.items()},
         )
 
 

@@ -1,17 +1,11 @@
 """The state of one request inside the engine. Host side only: imports no JAX."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from jpaged.detokenizer import Detokenizer
-from jpaged.outputs import (
-    CompletionOutput,
-    FinishReason,
-    RequestOutput,
-    RequestTiming,
-    TokenLogprobs,
-)
+from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
 
 
@@ -22,8 +16,9 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """Tokens, progress and blocks of one request.
+    """Tokens, progress and blocks of one answer to a request.
 
+    siblings: all answers to the same request, this one included; index: its place among them.
     token_ids: prompt, then every generated token the host has read.
     num_computed_tokens: tokens whose K/V are written by steps launched so far; the one truth
         about progress.
@@ -44,14 +39,15 @@ class Request:
         params: SamplingParams,
         *,
         max_tokens: int,
-        prompt: str | None = None,
         seed: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         detokenizer: Detokenizer | None = None,
         cache_keys: Mapping[str, str] | None = None,
+        index: int = 0,
     ) -> None:
         self.request_id = request_id
-        self.prompt = prompt
+        self.index = index
+        self.siblings: Sequence[Request] = (self,)
         self.params = params
         self.max_tokens = max_tokens
         self.seed = seed
@@ -88,6 +84,18 @@ class Request:
     def running_slot(self) -> int:
         assert self.slot is not None, f"request {self.request_id} does not run"
         return self.slot
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it runs and part of its prompt is not computed yet."""
+        is_running = self.status is RequestStatus.RUNNING
+        return is_running and self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it waits and nothing was sampled for it yet."""
+        is_waiting = self.status is RequestStatus.WAITING
+        return is_waiting and self.num_tokens == self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -133,29 +141,15 @@ class Request:
         if self.detokenizer is not None:
             self.detokenizer.finish()
 
-    def output(self) -> RequestOutput:
+    def completion(self) -> CompletionOutput:
         """A snapshot that later steps do not change."""
-        wants_logprobs = self.params.logprobs is not None
-        completion = CompletionOutput(
-            index=0,
+        wants_logprobs = self.params.num_reported_logprobs is not None
+        return CompletionOutput(
+            index=self.index,
             text="" if self.detokenizer is None else self.detokenizer.visible_text,
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=tuple(self.logprobs) if wants_logprobs else None,
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
-        )
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
-            outputs=(completion,),
-            finished=self.is_finished,
-            num_cached_tokens=self.num_cached_tokens,
-            timing=RequestTiming(
-                arrival=self.arrival_time,
-                first_scheduled=self.first_scheduled_time,
-                first_token=self.first_token_time,
-                finished=self.finished_time,
-            ),
         )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.block_pool import SINK_BLOCK
 from jpaged.buckets import smallest_bucket
 from jpaged.outputs import TokenLogprobs
 from jpaged.packing import pack_forward, pack_sampling
@@ -34,7 +35,7 @@ class LaunchedStep:
 
     def read_logprobs(self) -> list[TokenLogprobs | None]:
         """Of every sampled request that wants them."""
-        wanted = [request.params.logprobs for request in self.requests]
+        wanted = [request.params.num_reported_logprobs for request in self.requests]
         if self.samples is None or not any(number is not None for number in wanted):
             return [None] * len(wanted)
         logprobs, top_ids, top_logprobs = (
@@ -67,13 +68,15 @@ class Runner:
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Start a step and return at once."""
+        if batch.copies:
+            self._copy_blocks(batch.copies)
         self._update_block_tables(batch)
         shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
         packed = pack_forward(batch, shape, self._block_tables)
         hidden, self._pools = self._programs.forward[shape](
             self._params, self._pools, self._last_token, packed
         )
-        requests = [row.request for row in batch.rows if row.is_sampled]
+        requests = [request for request, _ in batch.sampled]
         if not requests:
             return LaunchedStep(requests, None)
         num_rows = smallest_bucket(self.spec.row_buckets, len(requests))
@@ -81,10 +84,19 @@ class Runner:
         samples, self._last_token = self._programs.sample[num_rows](
             self._params, hidden, self._last_token, ints, floats
         )
-        wants_logprobs = any(request.params.logprobs is not None for request in requests)
+        wants_logprobs = any(
+            request.params.num_reported_logprobs is not None for request in requests
+        )
         for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
             values.copy_to_host_async()
         return LaunchedStep(requests, samples)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        num_blocks = smallest_bucket(self.spec.copy_buckets, len(copies))
+        packed = np.full((2, num_blocks), SINK_BLOCK, np.int32)
+        packed[1] = self.spec.kv_cache.layer_shape[0]
+        packed[:, : len(copies)] = np.transpose(copies)
+        self._pools = self._programs.copy[num_blocks](self._pools, packed)
 
     def _update_block_tables(self, batch: ScheduledBatch) -> None:
         """Copy what is new of each request's table into the row of its slot.

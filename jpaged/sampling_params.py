@@ -10,6 +10,7 @@ from jpaged.errors import RequestError
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_SEQUENCES = 128
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_TOP_K = 2**31 - 1
@@ -21,6 +22,8 @@ MIN_TEMPERATURE = 1e-5
 class SamplingParams:
     """Parameters of one request; names and defaults are vLLM's.
 
+    n: answers to return. best_of: answers to generate, of which the n with the highest
+        cumulative log-probability are returned; None generates n.
     temperature: 0 chooses the most likely token; 1 samples from the model's distribution.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of tokens, most likely first, whose probability reaches top_p.
@@ -38,6 +41,8 @@ class SamplingParams:
     Raises `RequestError` that names the field.
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -52,6 +57,9 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        _check_int("n", self.n, low=1, high=MAX_SEQUENCES)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, low=self.n, high=MAX_SEQUENCES)
         _check_number("temperature", self.temperature, low=0.0, high=math.inf)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, low_included=False)
         _check_int("top_k", self.top_k, low=-1, high=MAX_TOP_K)
@@ -88,6 +96,16 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def num_sequences(self) -> int:
+        """Answers to generate."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_reported_logprobs(self) -> int | None:
+        """What is asked of the sampler: choosing the best answers needs those of their tokens."""
+        return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

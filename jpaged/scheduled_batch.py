@@ -10,24 +10,34 @@ class ScheduledRequest:
     """Tokens [start, start + num_tokens) of a request are computed in the step.
 
     is_sampled: the step reaches the request's last token and samples the next one.
+    forks: siblings that share all blocks of the request from this step on, and get a first token
+        of their own from the same logits.
     """
 
     request: Request
     start: int
     num_tokens: int
     is_sampled: bool
+    forks: list[Request] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> list[Request]:
+        """Requests that get a token from the logits of this row's last token."""
+        return [self.request, *self.forks] if self.is_sampled else []
 
 
 @dataclass
 class ScheduledBatch:
     """What one step computes.
 
+    copies: blocks to copy (from, to) before anything is computed, all at the same time.
     finished: requests that scheduling itself has ended, since the pool cannot hold more of them.
     """
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -35,3 +45,10 @@ class ScheduledBatch:
     def rows(self) -> list[ScheduledRequest]:
         """Decodes first: the order of the rows on the device."""
         return self.decodes + self.prefills
+
+    @property
+    def sampled(self) -> list[tuple[Request, int]]:
+        """Requests that get a token, and the position of that token, in the order of the rows."""
+        return [
+            (request, row.start + row.num_tokens) for row in self.rows for request in row.sampled
+        ]

@@ -70,7 +70,8 @@ class Scheduler:
             self._admit_waiting(batch)
         for row in batch.rows:
             row.request.num_computed_tokens += row.num_tokens
-            row.request.num_in_flight_tokens += row.is_sampled
+        for request, _ in batch.sampled:
+            request.num_in_flight_tokens += 1
         return batch
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -124,6 +125,8 @@ class Scheduler:
         """
         while self.waiting and self._free_slots and batch.num_tokens < self.max_num_batched_tokens:
             request = self.waiting[0]
+            if any(sibling.is_prefilling for sibling in request.siblings):
+                break  # soon there is a prompt to share
             cached = self.prefix_cache.match(request) if self.prefix_cache else []
             needed = self._num_blocks(request.num_tokens) - len(cached)
             num_free = self.block_pool.num_free - sum(map(self.block_pool.is_free, cached))
@@ -165,26 +168,76 @@ class Scheduler:
         num_tokens = min(request.num_tokens - start, budget)
         if num_tokens:
             is_sampled = start + num_tokens == request.num_tokens
-            batch.prefills.append(ScheduledRequest(request, start, num_tokens, is_sampled))
+            row = ScheduledRequest(request, start, num_tokens, is_sampled)
+            batch.prefills.append(row)
             batch.num_tokens += num_tokens
+            if is_sampled and start + num_tokens == request.num_prompt_tokens:
+                self._fork_siblings(row)
+
+    def _fork_siblings(self, row: ScheduledRequest) -> None:
+        """The prompt is computed once: answers that wait for it start on the same blocks.
+
+        Who writes to a shared block first gets a copy of it. Siblings beyond the limits start
+        later, as other requests do.
+        """
+        for sibling in row.request.siblings:
+            if not self._free_slots or self.block_pool.num_free <= len(self.running):
+                break
+            if sibling.is_fresh:
+                self.waiting.remove(sibling)
+                self._start(sibling, row.request.block_ids, num_new_blocks=0)
+                sibling.num_computed_tokens = row.request.num_prompt_tokens
+                sibling.num_registered_blocks = 0
+                row.forks.append(sibling)
 
     def _grow(self, request: Request, batch: ScheduledBatch) -> bool:
-        """Give the request room for one more token, preempting later arrivals if need be."""
-        needed = self._num_blocks(request.num_computed_tokens + 1) - len(request.block_ids)
-        while needed > self.block_pool.num_free:
-            victim = self.running[-1]
-            if victim is request and len(self.running) == 1:
+        """Give the request a slot of its own for one more token: a new block, or a copy of one
+        that it shares. Later arrivals are preempted if need be."""
+        while self._num_blocks_to_grow(request) > self.block_pool.num_free:
+            if len(self.running) == 1:
                 self._end_without_room(request, batch)
                 return False
-            self._preempt(victim, batch)
-            if victim is request:
+            self._make_room(batch)
+            if request.status is not RequestStatus.RUNNING:
                 return False
-        request.block_ids.extend(self.block_pool.allocate(needed))
+        tail = request.num_computed_tokens // self.block_size
+        if tail == len(request.block_ids):
+            request.block_ids.extend(self.block_pool.allocate(1))
+        elif self._is_shared(request.block_ids[tail]):
+            self._copy_block(request, tail, batch)
         return True
+
+    def _num_blocks_to_grow(self, request: Request) -> int:
+        tail = request.num_computed_tokens // self.block_size
+        return int(tail == len(request.block_ids) or self._is_shared(request.block_ids[tail]))
+
+    def _is_shared(self, block: int) -> bool:
+        return self.block_pool.reference_count(block) > 1
+
+    def _copy_block(self, request: Request, index: int, batch: ScheduledBatch) -> None:
+        """Copy on write. A new list: the table changes before its end."""
+        [copy] = self.block_pool.allocate(1)
+        shared = request.block_ids[index]
+        batch.copies.append((shared, copy))
+        request.block_ids = [*request.block_ids[:index], copy, *request.block_ids[index + 1 :]]
+        self.block_pool.release([shared])
+
+    def _make_room(self, batch: ScheduledBatch) -> None:
+        """Preempt the latest arrival: all its siblings at once, unless nobody else runs."""
+        latest = self.running[-1]
+        victims = [request for request in self.running if request in latest.siblings]
+        if len(victims) == len(self.running):
+            victims = [latest]
+        for victim in reversed(victims):
+            self._preempt(victim, batch)
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         self.running.remove(request)
         self._release(request)
+        # A sibling that arrived together with the one that needs room may have had its turn.
+        if any(row.request is request for row in batch.decodes):
+            batch.decodes = [row for row in batch.decodes if row.request is not request]
+            batch.num_tokens -= 1
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING

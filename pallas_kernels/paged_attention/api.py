@@ -60,6 +60,13 @@ class PagedAttention(Protocol):
         the pool is donated."""
         ...
 
+    def copy_blocks(self, pool: Array, sources: Int[Array, "P"], targets: Int[Array, "P"]) -> Array:
+        """Copy blocks of one layer, all at the same time: no copy sees what another one writes.
+
+        A target past the end of the pool is no copy at all.
+        """
+        ...
+
     def attend(
         self, query: Float[Array, "T H D"], pool: Array, plan: Any, *, scale: float
     ) -> Float[Array, "T H D"]:

@@ -107,6 +107,14 @@ class XlaPagedAttention:
             interleaved.astype(pool.dtype), mode="drop"
         )
 
+    def copy_blocks(
+        self,
+        pool: Float[Array, "N B K2 D"],
+        sources: Int[Array, "P"],
+        targets: Int[Array, "P"],
+    ) -> Float[Array, "N B K2 D"]:
+        return pool.at[targets].set(pool[sources], mode="drop")
+
     def attend(
         self,
         query: Float[Array, "T H D"],

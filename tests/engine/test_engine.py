@@ -238,7 +238,7 @@ def test_preempted_requests_lose_nothing(random_folder, make_llm, roomy_answers)
     while llm.engine.has_unfinished:
         for request in llm.engine.step():
             seen.setdefault(request.request_id, []).append(request.output().outputs[0].token_ids)
-    num_preemptions = sum(request.num_preemptions for request in requests)
+    num_preemptions = sum(group.requests[0].num_preemptions for group in requests)
     assert 0 < num_preemptions < 8
     expected = roomy_answers(prompts, [64] * 4)
     for number, request in enumerate(requests):

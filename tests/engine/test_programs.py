@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.programs import lower_forward, lower_sample
+from jpaged.programs import lower_copy, lower_forward, lower_sample
 from jpaged.startup import measured_program_bytes
 from tests.random_llama import save_random_llama
 
@@ -21,9 +21,13 @@ def spec(llm):
     return llm.engine._runner.spec
 
 
-@pytest.mark.parametrize("decode_only", [True, False])
-def test_forward_programs_do_not_copy_the_pool(spec, decode_only):
-    compiled = lower_forward(spec, spec.forward_shape(8, decode_only=decode_only)).compile()
+@pytest.mark.parametrize("program", ["decode", "mixed", "copy"])
+def test_programs_do_not_copy_the_pool(spec, program):
+    compiled = {
+        "decode": lambda: lower_forward(spec, spec.forward_shape(8, decode_only=True)),
+        "mixed": lambda: lower_forward(spec, spec.forward_shape(8, decode_only=False)),
+        "copy": lambda: lower_copy(spec, 4),
+    }[program]().compile()
     pool_shape = ",".join(map(str, spec.kv_cache.layer_shape))
     pool_ops = re.findall(rf"= f32\[{pool_shape}\]\S* (\w[\w-]*)\(", compiled.as_text())
     # The pool comes in as a parameter, is scattered into in place, and goes out again.
@@ -40,7 +44,9 @@ def test_counts_of_programs_add_up(spec):
     assert spec.row_buckets == (1, 2, 4, 8)
     assert spec.token_buckets == (16, 32, 64)
     assert len(spec.forward_shapes()) == len(spec.row_buckets) + len(spec.token_buckets)
-    assert spec.num_programs == len(spec.forward_shapes()) + len(spec.row_buckets)
+    assert spec.copy_buckets == (4, 8)
+    num_forward = len(spec.forward_shapes())
+    assert spec.num_programs == num_forward + len(spec.row_buckets) + len(spec.copy_buckets)
 
 
 def test_compiled_programs_refuse_other_shapes(llm, spec):

@@ -15,6 +15,14 @@ from jpaged.scheduler import Scheduler
 STOP_TOKEN = 7
 
 
+def make_group(name: str, num_prompt_tokens: int, max_tokens: int, count: int) -> list[Request]:
+    """Several answers to one prompt."""
+    requests = [make_request(name, num_prompt_tokens, max_tokens) for _ in range(count)]
+    for request in requests:
+        request.siblings = requests
+    return requests
+
+
 def make_request(name: str, num_prompt_tokens: int, max_tokens: int) -> Request:
     return Request(
         name,
@@ -50,7 +58,7 @@ class Simulation:
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
         self.check(batch)
-        sampled = [row.request for row in batch.rows if row.is_sampled]
+        sampled = [request for request, _ in batch.sampled]
         for request in self.in_flight:
             if not request.is_finished:
                 self.read_token(request)
@@ -77,6 +85,12 @@ class Simulation:
         assert len(rows) <= self.max_num_seqs
         assert len({row.request.slot for row in rows}) == len(rows)
         assert all(row.num_tokens == 1 for row in batch.decodes)
+        pool = self.scheduler.block_pool
+        for row in batch.decodes:
+            # O-03: nobody writes to a block that another one holds too.
+            block = row.request.block_ids[row.start // self.block_size]
+            assert pool.reference_count(block) == 1
+        assert len(batch.copies) <= self.max_num_seqs
         for row in rows:
             end = row.start + row.num_tokens
             assert row.request.num_computed_tokens == end
@@ -85,8 +99,15 @@ class Simulation:
             assert row.is_sampled == (end == row.request.num_tokens - row.is_sampled)
 
 
+# Prompt length, max_tokens, tokens until the stop token, step of arrival, number of answers.
 REQUESTS = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(1, 25), st.integers(0, 6)),
+    st.tuples(
+        st.integers(1, 20),
+        st.integers(1, 20),
+        st.integers(1, 25),
+        st.integers(0, 6),
+        st.integers(1, 4),
+    ),
     min_size=1,
     max_size=12,
 )
@@ -105,7 +126,7 @@ def test_every_request_ends_as_it_should(
     requests, num_blocks, max_num_seqs, budget, abort_at, cache
 ):
     """O-04, O-14: under pressure, with stops and aborts, all end with exactly their tokens."""
-    stops = {str(number): stop for number, (_, _, stop, _) in enumerate(requests)}
+    stops = {str(number): stop for number, (_, _, stop, _, _) in enumerate(requests)}
     simulation = Simulation(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -113,29 +134,35 @@ def test_every_request_ends_as_it_should(
         stops_after=stops,
         cache=cache,
     )
-    made = [make_request(str(n), prompt, out) for n, (prompt, out, _, _) in enumerate(requests)]
+    made = [
+        make_group(str(number), prompt, out, count)
+        for number, (prompt, out, _, _, count) in enumerate(requests)
+    ]
     arrivals = sorted(range(len(made)), key=lambda number: requests[number][3])
     aborted = set()
     while arrivals or simulation.scheduler.has_requests or simulation.in_flight:
         while arrivals and requests[arrivals[0]][3] <= simulation.num_steps:
-            simulation.scheduler.add(made[arrivals.pop(0)])
+            for request in made[arrivals.pop(0)]:
+                simulation.scheduler.add(request)
         victim = abort_at.get(simulation.num_steps, len(made))
-        if victim < len(made) and victim not in arrivals and not made[victim].is_finished:
-            aborted.add(victim)
-            simulation.scheduler.finish(made[victim], FinishReason.ABORT)
+        if victim < len(made) and victim not in arrivals:
+            # One of the answers only: the others go on without it.
+            if not made[victim][0].is_finished:
+                aborted.add(victim)
+                simulation.scheduler.finish(made[victim][0], FinishReason.ABORT)
         simulation.step()
         assert simulation.num_steps < 5000, "no progress"
     capacity = num_blocks * simulation.block_size
-    for number, (request, (prompt, out, stop, _)) in enumerate(zip(made, requests, strict=True)):
-        assert request.is_finished
-        if number in aborted:
-            assert request.finish_reason is FinishReason.ABORT
-            continue
+    for number, (group, (prompt, out, stop, _, _)) in enumerate(zip(made, requests, strict=True)):
         # The last token needs no slot of its own.
         room = capacity - prompt + 1
-        assert request.num_output_tokens == min(out, stop, room)
         is_stopped = stop <= min(out, room)
-        assert request.finish_reason == (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+        for request in group[1:] if number in aborted else group:
+            assert request.num_output_tokens == min(out, stop, room)
+            reason = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+            assert request.finish_reason == reason
+        if number in aborted:
+            assert group[0].finish_reason is FinishReason.ABORT
     assert simulation.scheduler.block_pool.num_used == 0
 
 
@@ -206,3 +233,60 @@ def test_only_the_last_chunk_yields_a_token():
     simulation.scheduler.add(make_request("a", 20, 1))
     sampled = [[row.is_sampled for row in simulation.step().rows] for _ in range(3)]
     assert sampled == [[False], [False], [True]]
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers():
+    """O-03, O-11: siblings share the prompt's blocks; the tail is copied on the first write."""
+    simulation = Simulation(num_blocks=50, max_num_seqs=4, budget=32)
+    group = make_group("a", 10, 6, count=3)
+    for request in group:
+        simulation.scheduler.add(request)
+    batch = simulation.step()
+    assert [(row.num_tokens, len(row.forks)) for row in batch.rows] == [(10, 2)]
+    assert len({tuple(request.block_ids) for request in group}) == 1
+    assert simulation.scheduler.block_pool.num_used == 3
+    batch = simulation.step()
+    assert len(batch.decodes) == 3 and len(batch.copies) == 2
+    assert {source for source, _ in batch.copies} == {group[2].block_ids[2]}
+    # Two blocks are shared by all, and each has a third one.
+    assert simulation.scheduler.block_pool.num_used == 5
+    assert [simulation.scheduler.block_pool.reference_count(b) for b in group[0].block_ids] == [
+        3,
+        3,
+        1,
+    ]
+    simulation.run()
+    assert all(request.num_output_tokens == 6 for request in group)
+
+
+def test_a_full_tail_needs_no_copy():
+    simulation = Simulation(num_blocks=50, max_num_seqs=4, budget=32)
+    for request in make_group("a", 8, 6, count=3):
+        simulation.scheduler.add(request)
+    simulation.step()
+    assert not simulation.step().copies
+
+
+def test_more_answers_than_slots():
+    """O-11: the rest start as slots come free."""
+    simulation = Simulation(num_blocks=50, max_num_seqs=3, budget=32)
+    group = make_group("a", 10, 5, count=8)
+    for request in group:
+        simulation.scheduler.add(request)
+    simulation.run()
+    assert all(request.num_output_tokens == 5 for request in group)
+
+
+def test_siblings_are_preempted_together():
+    simulation = Simulation(num_blocks=12, max_num_seqs=4, budget=32)
+    first = make_request("first", 12, 24)
+    group = make_group("group", 6, 20, count=3)
+    for request in [first, *group]:
+        simulation.scheduler.add(request)
+    preempted = []
+    while simulation.scheduler.has_requests or simulation.in_flight:
+        batch = simulation.step()
+        if batch.preempted and not preempted:
+            preempted = batch.preempted
+    assert {id(request) for request in preempted} == {id(request) for request in group}
+    assert first.num_preemptions == 0

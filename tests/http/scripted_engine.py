@@ -12,6 +12,7 @@ from jpaged.inputs import InputProcessor, Prompt, TokensPrompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, RequestOutput
 from jpaged.request import Request
+from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 from tests.doubles import EOS, byte_tokenizer, save_tokenizer
@@ -41,7 +42,7 @@ class ScriptedEngine(AsyncEngine):
         self.seconds_per_token = 0.0
         self.failure: Exception | None = None
         self.dead: EngineDeadError | None = None
-        self.running: dict[str, Request] = {}
+        self.running: dict[str, RequestGroup] = {}
         self.num_started = 0
         self.num_generated = 0
         self._inputs = InputProcessor(
@@ -85,24 +86,27 @@ class ScriptedEngine(AsyncEngine):
     ) -> AsyncGenerator[RequestOutput]:
         request_id = request_id or f"request-{self.num_started}"
         assert request_id not in self.running
-        request = self._inputs.request(request_id, prompt, params)
-        self.running[request_id] = request
+        group = self._inputs.request(request_id, prompt, params)
+        self.running[request_id] = group
         self.num_started += 1
-        request.first_scheduled_time = time.monotonic()
+        for request in group.requests:
+            request.first_scheduled_time = time.monotonic()
         try:
-            for token_id in self._script(request):
+            for token_id in self._script(group.requests[0]):
                 await asyncio.sleep(self.seconds_per_token)
                 if self.failure is not None:
                     raise self.failure
-                self._append(request, token_id)
-                yield request.output()
-                if request.is_finished:
+                for request in group.requests:
+                    self._append(request, token_id)
+                yield group.output()
+                if group.is_finished:
                     return
         finally:
-            if not request.is_finished:
-                request.finish(FinishReason.ABORT)
+            for request in group.requests:
+                if not request.is_finished:
+                    request.finish(FinishReason.ABORT)
+                self.metrics.record_finished(request)
             del self.running[request_id]
-            self.metrics.record_finished(request)
 
     def _script(self, request: Request) -> list[int]:
         assert self.tokenizer is not None
