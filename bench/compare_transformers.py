@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from jpaged.bench.workload import Work, equal_work, mixed_work
 from jpaged.config import DEMO_MODEL
 from jpaged.engine import StepTimings
+from jpaged.inputs import Prompt
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
 
@@ -107,7 +108,7 @@ def run_ours(llm: LLM, works: list[Work]) -> list[list[int]]:
         SamplingParams(temperature=0, max_tokens=work.num_output_tokens, ignore_eos=True)
         for work in works
     ]
-    prompts = [{"prompt_token_ids": work.prompt} for work in works]
+    prompts: list[Prompt] = [{"prompt_token_ids": work.prompt} for work in works]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

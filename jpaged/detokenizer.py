@@ -6,10 +6,11 @@ if any of it is invalid). So a short window of tokens is decoded again for each 
 text that no later token can change is let through.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from os.path import commonprefix
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 REPLACEMENT = "\ufffd"
 # Tokens in front of the new ones that are decoded with them.
@@ -84,6 +85,12 @@ class Detokenizer:
             self._release()
             self._shorten_window()
         return stop_string
+
+    def fork(self) -> Self:
+        """An independent copy, for a sequence that goes on in another way."""
+        copied = copy.copy(self)
+        copied._window = list(self._window)
+        return copied
 
     def finish(self) -> None:
         """Nothing more comes: let through what was held back."""

@@ -6,11 +6,14 @@ Not thread-safe: one thread calls everything. The front doors are `LLM` and `Asy
 import time
 from dataclasses import dataclass
 
+from jpaged.beam_group import BeamGroup
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.block_pool import BlockPool
+from jpaged.errors import RequestError
 from jpaged.inputs import InputProcessor, Prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, TokenLogprobs
-from jpaged.request import Request
+from jpaged.request import Request, RequestStatus
 from jpaged.request_group import RequestGroup
 from jpaged.runner import LaunchedStep, Runner
 from jpaged.sampling_params import SamplingParams
@@ -55,19 +58,28 @@ class Engine:
             max_num_batched_tokens=spec.max_num_tokens,
             enable_prefix_caching=enable_prefix_caching,
         )
+        self.max_num_seqs = spec.num_slots
         self.step_timings = StepTimings()
         self._runner = runner
         self._check_invariants = check_invariants
         self._groups: dict[Request, RequestGroup] = {}
         self._launched: LaunchedStep | None = None
 
-    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestGroup:
+    def make_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams
+    ) -> RequestGroup:
         """Tokenize and check a request without queueing it. Thread-safe.
 
         Raises `RequestError` that names the field at fault.
         """
         group = self.inputs.request(request_id, prompt, params)
         self.scheduler.check_fits(group.num_prompt_tokens)
+        if isinstance(group, BeamGroup) and len(group.beams) > self.max_num_seqs:
+            raise RequestError(
+                f"beam_width {len(group.beams)} is more than max_num_seqs, {self.max_num_seqs}: "
+                "beams run together. Choose a smaller beam_width or start with more max_num_seqs.",
+                param="beam_width",
+            )
         return group
 
     def add_request(self, group: RequestGroup) -> None:
@@ -102,6 +114,9 @@ class Engine:
         self._launched = self._runner.launch(batch) if batch.num_tokens else None
         launched = time.perf_counter()
         timings.launching += launched - scheduled
+        is_stuck = not (batch.num_tokens or batch.finished or finished_step)
+        assert not (is_stuck and self.scheduler.has_requests), "nobody can run, nothing will change"
+        self._take_back_reports(batch)
         progressed = batch.finished + self._process(finished_step)
         # A dict keeps the order and drops doubles.
         groups = list(dict.fromkeys(self._groups[request] for request in progressed))
@@ -123,7 +138,12 @@ class Engine:
         progressed = []
         for request, token, token_logprobs in zip(step.requests, tokens, logprobs, strict=True):
             # A step ahead, one token more may have been sampled than the answer has.
-            if not request.is_finished:
+            if request.is_finished:
+                continue
+            group = self._groups[request]
+            if isinstance(group, BeamGroup):
+                progressed += self._report(group, request, token_logprobs)
+            else:
                 self._append(request, token, token_logprobs)
                 progressed.append(request)
         timings.num_steps += 1
@@ -131,9 +151,48 @@ class Engine:
         timings.processing += time.perf_counter() - read
         return progressed
 
+    def _report(
+        self, group: BeamGroup, beam: Request, logprobs: TokenLogprobs | None
+    ) -> list[Request]:
+        """Take a beam's logits; once all have come, choose the next beams. Returns who went on."""
+        if beam.status is RequestStatus.WAITING:
+            group.withdraw(beam)
+            return []
+        assert logprobs is not None
+        group.report(beam, logprobs)
+        if not group.is_complete:
+            return []
+        last_token_time = beam.last_token_time
+        beams, step = group.beams, group.advance()
+        if step.survivors:
+            self.scheduler.reorder(beams, [survivor.beam for survivor in step.survivors])
+            group.go_on(step.survivors)
+        for beam in beams:
+            if beam in group.beams and step.survivors:
+                self._record_token(beam, last_token_time)
+            else:
+                beam.finish(FinishReason.STOP)
+                self.scheduler.retire(beam)
+        return beams
+
+    def _take_back_reports(self, batch: ScheduledBatch) -> None:
+        """Preempted beams report again; a search without room ends with what it has."""
+        for request in batch.preempted:
+            group = self._groups[request]
+            if isinstance(group, BeamGroup):
+                group.withdraw_reported(request)
+        for group in {self._groups[request] for request in batch.finished}:
+            if isinstance(group, BeamGroup):
+                group.end_early()
+
     def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         last_token_time = request.last_token_time
         request.append_token(token, logprobs)
+        self._record_token(request, last_token_time)
+        if request.is_finished:
+            self.scheduler.retire(request)
+
+    def _record_token(self, request: Request, last_token_time: float | None) -> None:
         assert request.last_token_time is not None
         if last_token_time is None:
             self.metrics.record_first_token(request)
@@ -143,8 +202,6 @@ class Engine:
             self.metrics.record_tokens(request, 1, None)
         else:
             self.metrics.record_tokens(request, 1, request.last_token_time - last_token_time)
-        if request.is_finished:
-            self.scheduler.retire(request)
 
     def _forget(self, request: Request) -> None:
         del self._groups[request]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NotRequired, TypedDict
 
+from jpaged.beam_group import BeamGroup
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.detokenizer import Detokenizer
 from jpaged.errors import PromptTooLongError, RequestError
 from jpaged.request import Request
@@ -46,31 +48,41 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestGroup:
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams
+    ) -> RequestGroup:
         """Raises `RequestError` that names the field at fault."""
         text, token_ids = self._tokenize(prompt)
         cache_keys = _cache_keys(prompt)
-        self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
-        stop_token_ids = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_token_ids |= self.eos_token_ids
-        max_tokens = self._max_tokens(len(token_ids), params.max_tokens)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        is_beam = isinstance(params, BeamSearchParams)
+        each = params.sampling_params if is_beam else params
+        stop_token_ids = self._stop_token_ids(each)
+        max_tokens = self._max_tokens(len(token_ids), each.max_tokens)
+        seed = secrets.randbits(63) if each.seed is None else each.seed
         requests = [
             Request(
                 request_id,
                 token_ids,
-                params,
+                each,
                 max_tokens=max_tokens,
                 seed=seed_of_answer(seed, index),
-                stop_token_ids=frozenset(stop_token_ids),
-                detokenizer=self._detokenizer(token_ids, params),
+                stop_token_ids=stop_token_ids,
+                detokenizer=self._detokenizer(token_ids, each),
                 cache_keys=cache_keys,
                 index=index,
+                is_beam=is_beam,
             )
-            for index in range(params.num_sequences)
+            for index in range(params.beam_width if is_beam else params.num_sequences)
         ]
+        if is_beam:
+            num_candidates = params.num_candidates(len(stop_token_ids))
+            return BeamGroup(request_id, text, params, requests, num_candidates)
         return RequestGroup(request_id, text, params, requests)
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        listed = params.stop_token_ids or ()
+        self._check_token_ids("stop_token_ids", listed)
+        return frozenset(listed) | (frozenset() if params.ignore_eos else self.eos_token_ids)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         fields = {"prompt": prompt} if isinstance(prompt, str) else prompt

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, cast
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.inputs import Prompt, chat_prompt
@@ -73,6 +74,23 @@ class LLM:
         conversations = cast(Sequence[Conversation], [messages] if is_one else messages)
         prompts = [chat_prompt(self.tokenizer, list(each)) for each in conversations]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The best answers to each prompt, best first, as `BeamSearchParams` says."""
+        if isinstance(prompts, str | dict):
+            prompts = [prompts]
+        groups = [
+            self.engine.make_request(str(next(self._request_ids)), prompt, params)
+            for prompt in prompts
+        ]
+        self._run(groups, use_tqdm=use_tqdm)
+        return [group.output() for group in groups]
 
     def _run(self, groups: Sequence[RequestGroup], *, use_tqdm: bool) -> None:
         for group in groups:

@@ -43,6 +43,7 @@ class CompletionOutput:
         end-of-sequence tokens of the model and for other finish reasons.
     logprobs: one entry a token; None when none were asked for.
     cumulative_logprob: their sum.
+    score: what beam search ranks by; None without it.
     """
 
     index: int
@@ -52,6 +53,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

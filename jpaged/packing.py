@@ -54,7 +54,7 @@ def pack_sampling(
         low, high = request.seed & 0xFFFFFFFF, (request.seed >> 32) & 0xFFFFFFFF
         # Halves of a seed are bit patterns: reinterpret those above 2**31.
         seed = _signed(low), _signed(high)
-        wanted = params.num_reported_logprobs
+        wanted = request.num_reported_logprobs
         num_logprobs = NO_LOGPROBS if wanted is None else wanted
         ints[:, index] = (request.running_slot, position, *seed, params.top_k, num_logprobs)
         floats[:, index] = (0.0 if params.is_greedy else params.temperature, params.top_p)

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from jpaged.detokenizer import Detokenizer
 from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import MAX_REPORTED_TOKENS, SamplingParams
 
 
 class RequestStatus(Enum):
@@ -15,10 +16,23 @@ class RequestStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What an answer consists of so far. stop_string: the one that the last token completed."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    cumulative_logprob: float
+    detokenizer: Detokenizer | None
+    stop_string: str | None
+
+
 class Request:
     """Tokens, progress and blocks of one answer to a request.
 
     siblings: all answers to the same request, this one included; index: its place among them.
+    is_beam: the siblings are beams of one search: none goes on before all have their logits.
+    num_reported_logprobs: most likely tokens to read with each sampled one; None reads nothing.
     token_ids: prompt, then every generated token the host has read.
     num_computed_tokens: tokens whose K/V are written by steps launched so far; the one truth
         about progress.
@@ -44,10 +58,15 @@ class Request:
         detokenizer: Detokenizer | None = None,
         cache_keys: Mapping[str, str] | None = None,
         index: int = 0,
+        is_beam: bool = False,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self.siblings: Sequence[Request] = (self,)
+        self.is_beam = is_beam
+        self.num_reported_logprobs = (
+            MAX_REPORTED_TOKENS if is_beam else params.num_reported_logprobs
+        )
         self.params = params
         self.max_tokens = max_tokens
         self.seed = seed
@@ -117,9 +136,7 @@ class Request:
             self.cumulative_logprob += logprobs.logprob
         self.num_in_flight_tokens -= 1
         self.token_ids.append(token_id)
-        self.last_token_time = time.monotonic()
-        if self.first_token_time is None:
-            self.first_token_time = self.last_token_time
+        self._note_token_time()
         is_stop_token = token_id in self.stop_token_ids
         stop_string = None
         if self.detokenizer is not None:
@@ -132,6 +149,20 @@ class Request:
         elif self.num_output_tokens >= self.max_tokens:
             self.finish(FinishReason.LENGTH)
 
+    def continue_as(self, progress: Progress) -> None:
+        """Become another beam's sequence, one token longer."""
+        self.num_in_flight_tokens = 0
+        self.token_ids = progress.token_ids
+        self.logprobs = progress.logprobs
+        self.cumulative_logprob = progress.cumulative_logprob
+        self.detokenizer = progress.detokenizer
+        self._note_token_time()
+
+    def _note_token_time(self) -> None:
+        self.last_token_time = time.monotonic()
+        if self.first_token_time is None:
+            self.first_token_time = self.last_token_time
+
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         assert not self.is_finished, f"request {self.request_id} finished twice"
         self.status = RequestStatus.FINISHED
@@ -143,7 +174,7 @@ class Request:
 
     def completion(self) -> CompletionOutput:
         """A snapshot that later steps do not change."""
-        wants_logprobs = self.params.num_reported_logprobs is not None
+        wants_logprobs = self.num_reported_logprobs is not None
         return CompletionOutput(
             index=self.index,
             text="" if self.detokenizer is None else self.detokenizer.visible_text,

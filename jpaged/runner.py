@@ -35,7 +35,7 @@ class LaunchedStep:
 
     def read_logprobs(self) -> list[TokenLogprobs | None]:
         """Of every sampled request that wants them."""
-        wanted = [request.params.num_reported_logprobs for request in self.requests]
+        wanted = [request.num_reported_logprobs for request in self.requests]
         if self.samples is None or not any(number is not None for number in wanted):
             return [None] * len(wanted)
         logprobs, top_ids, top_logprobs = (
@@ -84,9 +84,7 @@ class Runner:
         samples, self._last_token = self._programs.sample[num_rows](
             self._params, hidden, self._last_token, ints, floats
         )
-        wants_logprobs = any(
-            request.params.num_reported_logprobs is not None for request in requests
-        )
+        wants_logprobs = any(request.num_reported_logprobs is not None for request in requests)
         for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
             values.copy_to_host_async()
         return LaunchedStep(requests, samples)

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jpaged.batch import SamplingInput
-from jpaged.sampling_params import MAX_LOGPROBS
+from jpaged.sampling_params import MAX_REPORTED_TOKENS
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -42,7 +42,7 @@ class Samples:
 def sample(logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Array, ""]) -> Samples:
     """The next token of each row. Rows with temperature 0 take the most likely one."""
     tokens = sample_tokens(logits, inputs, base_key)
-    num_rows, num_top = logits.shape[0], min(MAX_LOGPROBS, logits.shape[1])
+    num_rows, num_top = logits.shape[0], min(MAX_REPORTED_TOKENS, logits.shape[1])
 
     def report() -> Samples:
         normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)

@@ -13,6 +13,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_SEQUENCES = 128
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
+# Most likely tokens that a step reports at all: beam search looks at more than users do.
+MAX_REPORTED_TOKENS = 32
 MAX_TOP_K = 2**31 - 1
 # Below this, dividing logits by the temperature could overflow float32; the result is greedy.
 MIN_TEMPERATURE = 1e-5
@@ -57,25 +59,25 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, low=1, high=MAX_SEQUENCES)
+        check_int("n", self.n, low=1, high=MAX_SEQUENCES)
         if self.best_of is not None:
-            _check_int("best_of", self.best_of, low=self.n, high=MAX_SEQUENCES)
-        _check_number("temperature", self.temperature, low=0.0, high=math.inf)
-        _check_number("top_p", self.top_p, low=0.0, high=1.0, low_included=False)
-        _check_int("top_k", self.top_k, low=-1, high=MAX_TOP_K)
+            check_int("best_of", self.best_of, low=self.n, high=MAX_SEQUENCES)
+        check_number("temperature", self.temperature, low=0.0, high=math.inf)
+        check_number("top_p", self.top_p, low=0.0, high=1.0, low_included=False)
+        check_int("top_k", self.top_k, low=-1, high=MAX_TOP_K)
         if self.seed is not None:
-            _check_int("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
+            check_int("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1)
+            check_int("max_tokens", self.max_tokens, low=1)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
             "skip_special_tokens",
             "detokenize",
         ):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
@@ -113,7 +115,7 @@ class SamplingParams:
         return self.stop or ()
 
 
-def _check_number(
+def check_number(
     name: str, value: object, *, low: float, high: float, low_included: bool = True
 ) -> None:
     """Comparisons with NaN are false, so the test is written to let only good values through."""
@@ -124,7 +126,7 @@ def _check_number(
     raise RequestError(f"{name} must be a number in {interval}, got {value!r}", param=name)
 
 
-def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+def check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and value >= low:
         if high is None or value <= high:
             return
@@ -132,7 +134,7 @@ def _check_int(name: str, value: object, *, low: int, high: int | None = None) -
     raise RequestError(f"{name} must be an integer {limits}, got {value!r}", param=name)
 
 
-def _check_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
 
@@ -161,5 +163,5 @@ def _checked_stop_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:
             param="stop_token_ids",
         )
     for token_id in checked:
-        _check_int("stop_token_ids", token_id, low=0)
+        check_int("stop_token_ids", token_id, low=0)
     return checked

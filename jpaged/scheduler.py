@@ -92,6 +92,25 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
+    def reorder(self, beams: list[Request], parents: list[int]) -> None:
+        """Beam i goes on as beam parents[i]: it shares that one's blocks from now on.
+
+        Beams beyond the parents hold nothing any more.
+        """
+        states = [
+            (list(beam.block_ids), list(beam.block_digests), beam.num_registered_blocks)
+            for beam in (beams[parent] for parent in parents)
+        ]
+        for beam in beams:
+            self._register_blocks(beam)
+        for block_ids, _, _ in states:
+            self.block_pool.retain(block_ids)
+        for beam in beams:
+            self.block_pool.release(reversed(beam.block_ids))
+            beam.block_ids = []
+        for beam, state in zip(beams, states, strict=False):
+            beam.block_ids, beam.block_digests, beam.num_registered_blocks = state
+
     @property
     def has_requests(self) -> bool:
         return bool(self.waiting or self.running)
@@ -130,7 +149,13 @@ class Scheduler:
             cached = self.prefix_cache.match(request) if self.prefix_cache else []
             needed = self._num_blocks(request.num_tokens) - len(cached)
             num_free = self.block_pool.num_free - sum(map(self.block_pool.is_free, cached))
-            if self.running and needed + len(self.running) > num_free:
+            headroom = len(self.running)
+            if request.is_beam and self._is_alone(request):
+                headroom = 0  # the others wait for this one
+                if needed > num_free:
+                    self._end_without_room(request, batch)
+                    continue
+            if self.running and needed + headroom > num_free:
                 break
             self.waiting.popleft()
             self._start(request, cached, needed)
@@ -153,11 +178,15 @@ class Scheduler:
     def _runnable(self, *, decoding: bool) -> Iterator[Request]:
         """Running requests that have tokens to compute: one (decoding) or several.
 
-        Evaluated while the caller goes on: a request that was preempted meanwhile has nothing
-        computed and does not count as decoding.
+        Evaluated while the caller goes on: a request that was preempted or has ended meanwhile
+        is left out.
         """
         for request in list(self.running):
+            if request.status is not RequestStatus.RUNNING:
+                continue
             remaining = request.num_tokens - request.num_computed_tokens
+            if request.is_beam and request.num_in_flight_tokens:
+                continue  # waits until all beams of the search have reported
             is_decoding = remaining == 1 and request.num_computed_tokens > 0
             if remaining and is_decoding == decoding and not request.has_all_tokens_in_flight:
                 yield request
@@ -181,7 +210,8 @@ class Scheduler:
         later, as other requests do.
         """
         for sibling in row.request.siblings:
-            if not self._free_slots or self.block_pool.num_free <= len(self.running):
+            has_room = sibling.is_beam or self.block_pool.num_free > len(self.running)
+            if not self._free_slots or not has_room:
                 break
             if sibling.is_fresh:
                 self.waiting.remove(sibling)
@@ -194,7 +224,7 @@ class Scheduler:
         """Give the request a slot of its own for one more token: a new block, or a copy of one
         that it shares. Later arrivals are preempted if need be."""
         while self._num_blocks_to_grow(request) > self.block_pool.num_free:
-            if len(self.running) == 1:
+            if self._is_alone(request) and (request.is_beam or len(self.running) == 1):
                 self._end_without_room(request, batch)
                 return False
             self._make_room(batch)
@@ -222,6 +252,10 @@ class Scheduler:
         request.block_ids = [*request.block_ids[:index], copy, *request.block_ids[index + 1 :]]
         self.block_pool.release([shared])
 
+    def _is_alone(self, request: Request) -> bool:
+        """Whether nobody runs but siblings of the request."""
+        return all(other in request.siblings for other in self.running)
+
     def _make_room(self, batch: ScheduledBatch) -> None:
         """Preempt the latest arrival: all its siblings at once, unless nobody else runs."""
         latest = self.running[-1]
@@ -234,18 +268,32 @@ class Scheduler:
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         self.running.remove(request)
         self._release(request)
-        # A sibling that arrived together with the one that needs room may have had its turn.
-        if any(row.request is request for row in batch.decodes):
-            batch.decodes = [row for row in batch.decodes if row.request is not request]
-            batch.num_tokens -= 1
+        self._unschedule(request, batch)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
         batch.preempted.append(request)
 
+    def _unschedule(self, request: Request, batch: ScheduledBatch) -> None:
+        """A sibling of the one that needs room may have had its turn in this step already."""
+        if any(row.request is request for row in batch.decodes):
+            batch.decodes = [row for row in batch.decodes if row.request is not request]
+            batch.num_tokens -= 1
+
     def _end_without_room(self, request: Request, batch: ScheduledBatch) -> None:
-        """Nobody is left to preempt: the answer ends with the tokens that are on their way."""
+        """Nobody is left to preempt: the answer ends with the tokens that are on their way.
+
+        Beams end together, as they only go on together; they have no tokens on their way.
+        """
+        if request.is_beam:
+            for sibling in [each for each in request.siblings if not each.is_finished]:
+                self._unschedule(sibling, batch)
+                sibling.num_in_flight_tokens = 0
+                sibling.finish(FinishReason.LENGTH)
+                self.retire(sibling)
+                batch.finished.append(sibling)
+            return
         request.max_tokens = request.num_tokens - request.num_prompt_tokens
         if not request.num_in_flight_tokens:
             request.finish(FinishReason.LENGTH)

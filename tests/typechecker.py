@@ -8,6 +8,7 @@ from beartype import BeartypeConf, beartype
 # These check what users give them, and tests give them what is wrong.
 PARSERS = (
     "jpaged.async_engine",
+    "jpaged.beam_search_params",
     "jpaged.config",
     "jpaged.engine",
     "jpaged.inputs",

@@ -10,6 +10,7 @@ import pytest
 
 from jpaged.llm import LLM
 
+MAX_ENGINES = 4
 SMALL: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
@@ -28,6 +29,10 @@ def make_llm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
         options = {**SMALL, "compilation_cache_dir": cache_folder, **options}
         key = f"{model} {sorted(options.items())}"
         if key not in made:
+            # Compiled programs take thousands of memory maps an engine, and a process may have
+            # some ten thousands.
+            while len(made) >= MAX_ENGINES:
+                del made[next(iter(made))]
             made[key] = LLM(str(model), **options)
         assert not made[key].engine.has_unfinished
         return made[key]

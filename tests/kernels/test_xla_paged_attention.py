@@ -103,7 +103,9 @@ def test_write_changes_only_its_slots():
     pool = rng.normal(size=(4, 8, 4, 16)).astype(np.float32)
     key, value = rng.normal(size=(2, 3, 2, 16)).astype(np.float32)
     slots = np.array([9, 31, 0], np.int32)
-    written = np.asarray(BACKEND.write(jnp.array(pool), key, value, jnp.array(slots)))
+    written = np.asarray(
+        BACKEND.write(jnp.array(pool), jnp.array(key), jnp.array(value), jnp.array(slots))
+    )
     expected = pool.reshape(32, 4, 16).copy()
     expected[slots, 0::2], expected[slots, 1::2] = key, value
     np.testing.assert_array_equal(written.reshape(32, 4, 16), expected)

@@ -1,0 +1,83 @@
+"""Parameters of beam search."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jpaged.errors import RequestError
+from jpaged.sampling_params import (
+    MAX_REPORTED_TOKENS,
+    SamplingParams,
+    check_bool,
+    check_int,
+    check_number,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Beam search as Hugging Face transformers does it; names are those of vLLM and transformers.
+
+    beam_width: sequences that are followed at once.
+    n: answers to return, best first; None returns all `beam_width`.
+    length_penalty: an answer's score is its cumulative log-probability / length ** length_penalty,
+        so values above 0 favour long answers.
+    early_stopping: stop as soon as there are `beam_width` answers, instead of when no better one
+        is likely.
+    logprobs: report the log-probability of every token of an answer.
+
+    The others are those of `SamplingParams`. Raises `RequestError` that names the field.
+    """
+
+    beam_width: int
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, low=1, high=MAX_REPORTED_TOKENS // 2)
+        if self.n is not None:
+            check_int("n", self.n, low=1, high=self.beam_width)
+        check_number("length_penalty", self.length_penalty, low=-100.0, high=100.0)
+        check_bool("early_stopping", self.early_stopping)
+        # The rest is checked by what each beam runs with.
+        object.__setattr__(self, "stop", self.sampling_params.stop)
+        object.__setattr__(self, "stop_token_ids", self.sampling_params.stop_token_ids)
+
+    @property
+    def num_answers(self) -> int:
+        return self.beam_width if self.n is None else self.n
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Of one beam."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            detokenize=self.detokenize,
+            logprobs=self.logprobs,
+        )
+
+    def num_candidates(self, num_stop_token_ids: int) -> int:
+        """Tokens looked at in a step, enough for `beam_width` that do not stop."""
+        number = max(2, 1 + num_stop_token_ids) * self.beam_width
+        if number > MAX_REPORTED_TOKENS:
+            raise RequestError(
+                f"beam_width {self.beam_width} with {num_stop_token_ids} stop tokens needs "
+                f"{number} candidates a step, and at most {MAX_REPORTED_TOKENS} are possible: "
+                "choose a smaller beam_width or fewer stop_token_ids",
+                param="beam_width",
+            )
+        return number
