@@ -4,10 +4,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput
+from jpaged.outputs import FinishReason, RequestOutput
+from jpaged.server.deltas import Delta, deltas
+from jpaged.server.logprobs import chat_logprobs, completion_logprobs
 from jpaged.server.protocol import (
+    ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
@@ -16,40 +19,14 @@ from jpaged.server.protocol import (
     CompletionChoice,
     Usage,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """What an output of a request has more than the one before it.
-
-    prompt_token_ids: in the first delta of a request only.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    prompt_token_ids: list[int] | None
-
-    @classmethod
-    def between(cls, before: RequestOutput | None, now: RequestOutput) -> Self:
-        answer = now.outputs[0]
-        seen = _NOTHING if before is None else before.outputs[0]
-        return cls(
-            text=answer.text[len(seen.text) :],
-            token_ids=list(answer.token_ids[len(seen.token_ids) :]),
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
-            prompt_token_ids=list(now.prompt_token_ids) if before is None else None,
-        )
-
-
-_NOTHING = CompletionOutput(index=0, text="", token_ids=())
+from jpaged.server.token_text import TextOffsets
+from jpaged.tokenizer import Tokenizer
 
 
 @runtime_checkable
 class AnswerFormat(Protocol):
-    """The answer to one HTTP request; `index` of a choice is the index of its prompt."""
+    """The answer to one HTTP request. With n answers to each prompt, `index` of a choice is
+    n times the index of its prompt, plus that of the answer."""
 
     @property
     def id(self) -> str: ...
@@ -70,9 +47,11 @@ class _Format:
 
     includes_usage: chunks carry the key "usage", null but in the last one.
     returns_token_ids: choices carry their token ids, as vLLM's do.
+    tokenizer: makes texts of the tokens of log-probabilities.
     """
 
     model: str
+    tokenizer: Tokenizer | None
     includes_usage: bool
     returns_token_ids: bool
     id: str
@@ -81,11 +60,15 @@ class _Format:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionFormat(_Format):
+    """skip_special_tokens: they are not in the text, so offsets in it do not count them."""
+
+    skip_special_tokens: bool
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
 
     def answer(self, outputs: Sequence[RequestOutput]) -> Completion:
-        deltas = [Delta.between(None, output) for output in outputs]
-        completion = self._with_choices([self._choice(i, delta) for i, delta in enumerate(deltas)])
+        wholes = enumerate(_whole_answers(outputs))
+        completion = self._with_choices([self._choice(i, whole) for i, whole in wholes])
         completion["usage"] = usage_of(outputs)
         return completion
 
@@ -116,7 +99,7 @@ class CompletionFormat(_Format):
         choice: CompletionChoice = {
             "index": index,
             "text": delta.text,
-            "logprobs": None,
+            "logprobs": completion_logprobs(delta, self.tokenizer, self._offsets_of(index)),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
@@ -126,6 +109,13 @@ class CompletionFormat(_Format):
                 choice["prompt_token_ids"] = delta.prompt_token_ids
         return choice
 
+    def _offsets_of(self, index: int) -> TextOffsets:
+        if index not in self._offsets:
+            self._offsets[index] = TextOffsets(
+                self.tokenizer, skip_special_tokens=self.skip_special_tokens
+            )
+        return self._offsets[index]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat(_Format):
@@ -133,26 +123,17 @@ class ChatFormat(_Format):
 
     def answer(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
-        answer = output.outputs[0]
+        wholes = enumerate(_whole_answers(outputs))
         completion: ChatCompletion = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": answer.finish_reason,
-                    "stop_reason": answer.stop_reason,
-                }
-            ],
+            "choices": [self._choice(i, whole) for i, whole in wholes],
             "usage": usage_of(outputs),
         }
         if self.returns_token_ids:
             completion["prompt_token_ids"] = list(output.prompt_token_ids)
-            completion["choices"][0]["token_ids"] = list(answer.token_ids)
         return completion
 
     def chunks(self, index: int, delta: Delta) -> list[ChatCompletionChunk]:
@@ -160,15 +141,29 @@ class ChatFormat(_Format):
         if delta.prompt_token_ids is not None:
             chunks.append(self._first_chunk(index, delta.prompt_token_ids))
         chunk = self._chunk(index, {"content": delta.text}, delta.finish_reason)
-        chunk["choices"][0]["stop_reason"] = delta.stop_reason
+        (choice,) = chunk["choices"]
+        choice["logprobs"] = chat_logprobs(delta, self.tokenizer)
+        choice["stop_reason"] = delta.stop_reason
         if self.returns_token_ids:
-            chunk["choices"][0]["token_ids"] = delta.token_ids
+            choice["token_ids"] = delta.token_ids
         return [*chunks, chunk]
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         chunk = self._with_choices([])
         chunk["usage"] = usage
         return chunk
+
+    def _choice(self, index: int, delta: Delta) -> ChatChoice:
+        choice: ChatChoice = {
+            "index": index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": chat_logprobs(delta, self.tokenizer),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.returns_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
 
     def _first_chunk(self, index: int, prompt_token_ids: list[int]) -> ChatCompletionChunk:
         chunk = self._chunk(index, {"role": "assistant", "content": ""}, None)
@@ -196,7 +191,13 @@ class ChatFormat(_Format):
         }
 
 
+def _whole_answers(outputs: Sequence[RequestOutput]) -> list[Delta]:
+    """Of finished requests, in the order of the choices."""
+    return [delta for output in outputs for _, delta in deltas(None, output)]
+
+
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    """Prompts count once, however many answers they have."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     return {

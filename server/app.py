@@ -16,6 +16,7 @@ from jpaged.server.convert import (
     chat_messages,
     chat_params,
     check_model,
+    check_num_answers,
     completion_params,
     completion_prompts,
     includes_usage,
@@ -90,9 +91,12 @@ async def completions(request: Request) -> Response:
         model=engine.model_name,
         includes_usage=includes_usage(body),
         returns_token_ids=body.return_token_ids,
+        tokenizer=engine.tokenizer,
+        skip_special_tokens=body.skip_special_tokens,
     )
     params = completion_params(body, has_text=engine.tokenizer is not None)
     prompts = [salted(prompt, body.cache_salt) for prompt in completion_prompts(body)]
+    check_num_answers(prompts, params)
     return await _answer(request, prompts, params, answer_format, is_stream=body.stream)
 
 
@@ -105,6 +109,7 @@ async def chat_completions(request: Request) -> Response:
         model=engine.model_name,
         includes_usage=includes_usage(body),
         returns_token_ids=body.return_token_ids,
+        tokenizer=engine.tokenizer,
     )
     params = chat_params(body, has_text=engine.tokenizer is not None)
     # In a thread, as a long chat takes seconds to tokenize.
@@ -133,7 +138,10 @@ async def _answer(
     if is_stream:
         return EventStream(events(outputs, answer_format))
     finals = await unless_disconnected(request.receive, collect(outputs))
-    return JSONResponse(answer_format.answer(finals))
+    if params.logprobs is None:
+        return JSONResponse(answer_format.answer(finals))
+    # In a thread, as log-probabilities of long answers are megabytes.
+    return await asyncio.to_thread(lambda: JSONResponse(answer_format.answer(finals)))
 
 
 def _serving_engine(request: Request) -> AsyncEngine:

@@ -4,6 +4,7 @@ Parse, don't validate: what leaves here towards the engine is a prompt and `Samp
 the engine never sees a wire request.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
@@ -18,6 +19,7 @@ from jpaged.server.protocol import (
 )
 
 MAX_PROMPTS = 1024
+MAX_ANSWERS = 1024
 
 
 def check_model(request: SamplingRequest, served: str) -> None:
@@ -58,7 +60,9 @@ def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
         return prompt
     if isinstance(prompt, str):
         return TextPrompt(prompt=prompt, cache_salt=cache_salt)
-    return {**prompt, "cache_salt": cache_salt}
+    prompt = prompt.copy()
+    prompt["cache_salt"] = cache_salt
+    return prompt
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
@@ -67,7 +71,32 @@ def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
 
 
 def completion_params(request: CompletionRequest, *, has_text: bool) -> SamplingParams:
-    return _sampling_params(request, request.max_tokens, has_text=has_text)
+    best_of = request.best_of
+    if request.stream and best_of is not None and best_of > request.n:
+        raise RequestError(
+            f"best_of ({best_of}) must not be more than n ({request.n}) in a stream: which answers "
+            "are the best is known only when all are finished",
+            param="best_of",
+        )
+    return _sampling_params(
+        request,
+        request.max_tokens,
+        best_of=best_of,
+        logprobs=request.logprobs,
+        has_text=has_text,
+    )
+
+
+def check_num_answers(prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    """A small body must not ask for answers without limit."""
+    num_answers = len(prompts) * params.num_sequences
+    if num_answers > MAX_ANSWERS:
+        name = "n" if params.best_of is None else "best_of"
+        raise RequestError(
+            f"{name} ({params.num_sequences}) for each of {len(prompts)} prompts makes "
+            f"{num_answers} answers; one request takes at most {MAX_ANSWERS}",
+            param=name,
+        )
 
 
 def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> SamplingParams:
@@ -79,7 +108,17 @@ def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> SamplingPa
             f"({request.max_completion_tokens}) mean the same: give one of them",
             param="max_completion_tokens",
         )
-    return _sampling_params(request, limits.pop() if limits else None, has_text=has_text)
+    if request.top_logprobs > 0 and not request.logprobs:
+        raise RequestError(
+            f"top_logprobs ({request.top_logprobs}) needs logprobs: set it to true",
+            param="top_logprobs",
+        )
+    return _sampling_params(
+        request,
+        limits.pop() if limits else None,
+        logprobs=request.top_logprobs if request.logprobs else None,
+        has_text=has_text,
+    )
 
 
 def includes_usage(request: SamplingRequest) -> bool:
@@ -95,9 +134,16 @@ def includes_usage(request: SamplingRequest) -> bool:
 
 
 def _sampling_params(
-    request: SamplingRequest, max_tokens: int | None, *, has_text: bool
+    request: SamplingRequest,
+    max_tokens: int | None,
+    *,
+    best_of: int | None = None,
+    logprobs: int | None,
+    has_text: bool,
 ) -> SamplingParams:
     return SamplingParams(
+        n=request.n,
+        best_of=best_of,
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
@@ -109,6 +155,7 @@ def _sampling_params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         detokenize=has_text,
+        logprobs=logprobs,
     )
 
 

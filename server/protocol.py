@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from jpaged.sampling_params import MAX_LOGPROBS
+
 MAX_MESSAGES = 2048
 MAX_TEMPERATURE = 2.0
 
@@ -64,7 +66,6 @@ def _text_or_list(value: Any) -> Any:
 TextOrList = Annotated[str | list[Any], PlainValidator(_text_or_list)]
 
 NOT_OFFERED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "echo": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -100,6 +101,7 @@ class SamplingRequest(WireModel):
     """What completions and chat have in common. Ranges are checked by `SamplingParams`."""
 
     model: str | None = None
+    n: int = 1
     temperature: float = Field(default=1.0, le=MAX_TEMPERATURE)
     top_p: float = 1.0
     top_k: int = 0
@@ -118,8 +120,6 @@ class SamplingRequest(WireModel):
 
 class CompletionRequest(SamplingRequest):
     not_offered = NOT_OFFERED | {
-        "best_of": (1,),
-        "logprobs": (),
         "suffix": ("",),
         "prompt_embeds": (),
         "add_special_tokens": (True,),
@@ -127,6 +127,8 @@ class CompletionRequest(SamplingRequest):
 
     prompt: TextOrList
     max_tokens: int = 16
+    best_of: int | None = None
+    logprobs: int | None = None
 
 
 class ChatMessage(WireModel):
@@ -151,8 +153,6 @@ class ChatMessage(WireModel):
 
 class ChatCompletionRequest(SamplingRequest):
     not_offered = NOT_OFFERED | {
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),  # without tools there is nothing to call
@@ -179,6 +179,8 @@ class ChatCompletionRequest(SamplingRequest):
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
 
 
@@ -193,10 +195,19 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CompletionLogprobs(TypedDict):
+    """One entry a token in each list. text_offset: where in the text the token begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class CompletionChoice(TypedDict):
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
@@ -214,6 +225,21 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
+class TokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
 class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str
@@ -223,7 +249,7 @@ class AssistantMessage(TypedDict):
 class ChatChoice(TypedDict):
     index: int
     message: AssistantMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
@@ -247,7 +273,7 @@ class ChatDelta(TypedDict):
 class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]

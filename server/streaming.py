@@ -20,7 +20,8 @@ from jpaged.errors import JpagedError
 from jpaged.inputs import Prompt
 from jpaged.outputs import FinishReason, RequestOutput
 from jpaged.sampling_params import SamplingParams
-from jpaged.server.answers import AnswerFormat, Delta, usage_of
+from jpaged.server.answers import AnswerFormat, usage_of
+from jpaged.server.deltas import deltas
 from jpaged.server.errors import GenerationError, UnavailableError, error_body
 from jpaged.server.protocol import ChatCompletionChunk, Completion, ErrorBody
 
@@ -66,10 +67,11 @@ async def events(
     try:
         async with aclosing(outputs):
             async for index, output in outputs:
-                delta = Delta.between(latest.get(index), output)
+                first_choice = index * len(output.outputs)
+                for answer_index, delta in deltas(latest.get(index), output):
+                    for chunk in answer_format.chunks(first_choice + answer_index, delta):
+                        yield _event(chunk)
                 latest[index] = output
-                for chunk in answer_format.chunks(index, delta):
-                    yield _event(chunk)
     except Exception as error:
         if not isinstance(error, JpagedError):
             logger.exception("a stream failed")
@@ -174,11 +176,11 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def _check_finish(output: RequestOutput) -> None:
     """An answer that was cut must not look like a whole one."""
-    match output.outputs[0].finish_reason:
-        case FinishReason.ERROR:
-            raise GenerationError("the engine could not finish this answer")
-        case FinishReason.ABORT:
-            raise UnavailableError("the answer was aborted, as the server shuts down")
+    reasons = {answer.finish_reason for answer in output.outputs}
+    if FinishReason.ERROR in reasons:
+        raise GenerationError("the engine could not finish this answer")
+    if FinishReason.ABORT in reasons:
+        raise UnavailableError("the answer was aborted, as the server shuts down")
 
 
 def _event(value: Completion | ChatCompletionChunk | ErrorBody) -> bytes:

@@ -1,5 +1,6 @@
 """A server in a thread, over real sockets, with the scripted engine behind it."""
 
+import math
 import socket
 import threading
 import time
@@ -75,6 +76,8 @@ def server(shared_server: RunningServer) -> RunningServer:
     _wait_until_idle(engine)
     engine.is_ready = True
     engine.seconds_per_token = 0.0
+    engine.tokens_per_snapshot = 1
+    engine.least_logprob = -math.inf
     engine.failure = None
     engine.dead = None
     engine.num_started = 0

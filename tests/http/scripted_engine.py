@@ -1,8 +1,10 @@
 """An engine without a model: tokens are scripted; tokenizer, checks, text and metrics are real."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from jpaged.async_engine import AsyncEngine
 from jpaged.errors import EngineDeadError, RequestError
 from jpaged.inputs import InputProcessor, Prompt, TokensPrompt
 from jpaged.metrics import Metrics
-from jpaged.outputs import FinishReason, RequestOutput
+from jpaged.outputs import FinishReason, RequestOutput, TokenLogprobs
 from jpaged.request import Request
 from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
@@ -23,9 +25,12 @@ MAX_MODEL_LEN = 512
 
 class ScriptedEngine(AsyncEngine):
     """The interface of `AsyncEngine`. The answer to a prompt is "[prompt]" and end of sequence;
-    when that is ignored, it starts again.
+    when that is ignored, it starts again. Of several answers, number i > 0 starts i tokens late
+    and is "[prompt]i".
 
     seconds_per_token: pause before each token.
+    tokens_per_snapshot: steps from one snapshot to the next, as a slow reader sees them.
+    least_logprob: log-probabilities below are minus infinity.
     failure: raised instead of the next token of every request.
     """
 
@@ -40,6 +45,8 @@ class ScriptedEngine(AsyncEngine):
         self.max_model_len = MAX_MODEL_LEN
         self.metrics = Metrics(model_name=MODEL_NAME, max_model_len=MAX_MODEL_LEN)
         self.seconds_per_token = 0.0
+        self.tokens_per_snapshot = 1
+        self.least_logprob = -math.inf
         self.failure: Exception | None = None
         self.dead: EngineDeadError | None = None
         self.running: dict[str, RequestGroup] = {}
@@ -92,13 +99,16 @@ class ScriptedEngine(AsyncEngine):
         for request in group.requests:
             request.first_scheduled_time = time.monotonic()
         try:
-            for token_id in self._script(group.requests[0]):
+            scripts = [cycle(self._script(request)) for request in group.requests]
+            for step in count(1):
                 await asyncio.sleep(self.seconds_per_token)
                 if self.failure is not None:
                     raise self.failure
-                for request in group.requests:
-                    self._append(request, token_id)
-                yield group.output()
+                for request, script in zip(group.requests, scripts, strict=True):
+                    if not request.is_finished and request.index < step:
+                        self._append(request, next(script))
+                if group.is_finished or step % self.tokens_per_snapshot == 0:
+                    yield group.output()
                 if group.is_finished:
                     return
         finally:
@@ -109,17 +119,34 @@ class ScriptedEngine(AsyncEngine):
             del self.running[request_id]
 
     def _script(self, request: Request) -> list[int]:
-        assert self.tokenizer is not None
-        prompt = self.tokenizer.decode(request.token_ids, skip_special_tokens=True)
-        answer = self.tokenizer.encode(f"[{prompt}]{EOS}")
-        return answer * MAX_MODEL_LEN
+        tokenizer = self._inputs.tokenizer
+        assert tokenizer is not None
+        prompt = tokenizer.decode(request.token_ids, skip_special_tokens=True)
+        number = str(request.index) if request.index > 0 else ""
+        return tokenizer.encode(f"[{prompt}]{number}{EOS}")
 
     def _append(self, request: Request, token_id: int) -> None:
-        last = request.last_token_time
-        request.append_token(token_id)
+        last, logprobs = request.last_token_time, None
+        if request.params.num_reported_logprobs is not None:
+            logprobs = self._logprobs(request, token_id, request.params.num_reported_logprobs)
+        request.append_token(token_id, logprobs)
         self.num_generated += 1
         if last is None:
             self.metrics.record_first_token(request)
         assert request.last_token_time is not None
         since_last = None if last is None else request.last_token_time - last
         self.metrics.record_tokens(request, 1, since_last)
+
+    def _logprobs(self, request: Request, token_id: int, number: int) -> TokenLogprobs:
+        """The scripted token is the likeliest, then second, third, fourth and likeliest again;
+        around it are the tokens that follow it in the vocabulary. Later answers are likelier."""
+        own_rank = request.num_output_tokens % 4
+        ids = [(token_id + 1 + rank) % self._inputs.vocab_size for rank in range(number)]
+        ids[own_rank : own_rank + 1] = [token_id] * (own_rank < number)
+
+        def logprob(rank: int) -> float:
+            value = -(rank + 1) / (2 + request.index)
+            return value if value >= self.least_logprob else -math.inf
+
+        top = tuple((each, logprob(rank)) for rank, each in enumerate(ids))
+        return TokenLogprobs(logprob=logprob(own_rank), top=top)

@@ -3,6 +3,7 @@ one ends."""
 
 import concurrent.futures
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -173,6 +174,86 @@ def test_seeds(process: Process) -> None:
         for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_several_answers(process: Process) -> None:
+    """O-11, O-35, O-38: more than run at once, by prompt; the same streamed and not."""
+    body = {"prompt": PROMPTS[:2], "n": 3, "max_tokens": 12, "seed": 3}
+    url = f"{process.url}/v1/completions"
+    whole = httpx.post(url, json=body, timeout=60).json()
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert len(set(texts)) == 6
+    one = httpx.post(url, json=body | {"prompt": PROMPTS[1]}, timeout=60).json()
+    assert [choice["text"] for choice in one["choices"]] == texts[3:]
+
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage_chunk, last = parse_events(
+        httpx.post(url, json=body | options, timeout=60).content
+    )
+    assert last == DONE
+    assert usage_chunk["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert usage_chunk["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    for index, expected in enumerate(whole["choices"]):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in own) == expected["text"]
+        reasons = [choice["finish_reason"] for choice in own]
+        assert reasons == [None] * (len(own) - 1) + [expected["finish_reason"]]
+
+
+def test_logprobs_of_completions(client: OpenAI) -> None:
+    """O-23, O-25, O-26: of text with characters that span tokens; values before the filters."""
+    prompt = "The word for Chinese characters in Japanese is 漢字 (kanji), written 漢字 and"
+    options: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "logprobs": 5}
+    answers = [
+        client.completions.create(**options, temperature=temperature, extra_body={"top_k": 1})
+        for temperature in (0, 0.5)
+    ]
+    choices = [answer.choices[0] for answer in answers]
+    logprobs = choices[0].logprobs
+    assert choices[1].logprobs == logprobs
+    assert logprobs is not None
+    tokens, offsets = logprobs.tokens or [], logprobs.text_offset or []
+    own, top = logprobs.token_logprobs or [], logprobs.top_logprobs or []
+    assert len(tokens) == len(offsets) == len(own) == len(top) == 24
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert "\ufffd" in token or choices[0].text[offset:].startswith(token)
+    for token, logprob, likely in zip(tokens, own, top, strict=True):
+        assert likely[token] == logprob == max(likely.values())
+        assert sum(map(math.exp, likely.values())) < 1.0001
+
+
+def test_logprobs_of_chats(client: OpenAI) -> None:
+    """O-23: streamed and not; sampled tokens have the value that they have in the list."""
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Write a short poem."}],
+        "max_completion_tokens": 16,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    whole = client.chat.completions.create(**options)
+    joined: list[list[Any]] = [[], []]
+    for chunk in client.chat.completions.create(**options, stream=True):
+        logprobs = chunk.choices[0].logprobs
+        joined[chunk.choices[0].index] += (logprobs.content or []) if logprobs else []
+    for choice, streamed in zip(whole.choices, joined, strict=True):
+        entries = choice.logprobs.content if choice.logprobs else None
+        assert entries is not None and len(entries) == 16
+        assert [entry.token for entry in entries] == [entry.token for entry in streamed]
+        assert [entry.logprob for entry in entries] == pytest.approx(
+            [entry.logprob for entry in streamed], abs=1e-3
+        )
+        assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == (
+            choice.message.content
+        )
+        for entry in entries:
+            found = [each.logprob for each in entry.top_logprobs if each.token == entry.token]
+            assert found in ([], [entry.logprob])
+            values = [each.logprob for each in entry.top_logprobs]
+            assert len(values) == 20 and values == sorted(values, reverse=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -79,7 +79,9 @@ BAD_NUMBERS = [
     *(("top_k", value) for value in ("-2", "1.5", "true", '"5"', "NaN")),
     *(("max_tokens", value) for value in ("-1", "0", "1.0", "1e3", "true", '"5"', "NaN")),
     *(("seed", value) for value in ("1.5", "true", '"5"', "1e999", str(2**63), "9" * 4000)),
-    *(("n", value) for value in ("0", "2", "true", "1000000", '"1"', "NaN")),
+    *(("n", value) for value in ("0", "-1", "129", "true", "1.0", "1000000", '"1"', "NaN")),
+    *(("best_of", value) for value in ("0", "-1", "129", "true", '"1"')),
+    *(("logprobs", value) for value in ("-1", "21", "1.0", "true", "false", '"1"', "NaN")),
     *(("stop_token_ids", value) for value in ("5", "[1.5]", "[true]", '["a"]', "[-1]", "[NaN]")),
     *(
         (name, value)
@@ -139,7 +141,6 @@ def test_context_limit(server: RunningServer) -> None:
 
 # Name, values that ask for nothing and are taken, values that ask for something.
 NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
-    ("n", [1], [2]),
     ("echo", [False], [True]),
     ("presence_penalty", [0, 0.0], [0.5, False]),
     ("frequency_penalty", [0], [-0.5]),
@@ -161,13 +162,9 @@ NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
     ("request_id", [], ["mine"]),
 ]
 COMPLETIONS_ONLY = [
-    ("best_of", [1], [2]),
-    ("logprobs", [], [0, 1, True, False]),
     ("suffix", [""], ["a"]),
 ]
 CHAT_ONLY = [
-    ("logprobs", [False], [True, 1]),
-    ("top_logprobs", [0], [5, -1, 10**6]),
     ("tools", [[]], [[{"type": "function"}]]),
     ("tool_choice", ["none", "auto"], ["required", {"type": "function"}]),
     ("parallel_tool_calls", [True, False], ["yes"]),
@@ -200,6 +197,41 @@ def test_what_is_not_offered_is_refused_by_name(
     assert server.engine.num_started == 0
     for value in [None, *accepted]:
         assert server.post(path, {**prompt, name: value}).status_code == 200, value
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_bad_options_of_chats(server: RunningServer, given: dict[str, Any], param: str) -> None:
+    """O-23"""
+    assert_refused(server.post(CHAT, {"messages": MESSAGES, **given}), 400, param)
+    assert_nothing_was_started(server)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 1000, "n": 2}, "n"),
+        ({"prompt": ["a"] * 9, "best_of": 128}, "best_of"),
+    ],
+)
+def test_too_many_answers(server: RunningServer, given: dict[str, Any], param: str) -> None:
+    """O-57, the last two: a small body that asks for a lot."""
+    assert_refused(server.post(COMPLETIONS, {"prompt": "a", **given}), 400, param)
+    assert_nothing_was_started(server)
 
 
 def test_user_is_accepted(server: RunningServer) -> None:
@@ -324,8 +356,8 @@ def test_the_openai_package_raises_its_own_classes(openai_client: OpenAI) -> Non
         openai_client.completions.create(model="other", prompt="a")
     assert raised.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="not supported yet") as refused:
-        openai_client.completions.create(model=MODEL_NAME, prompt="a", n=2)
-    assert refused.value.param == "n"
+        openai_client.completions.create(model=MODEL_NAME, prompt="a", echo=True)
+    assert refused.value.param == "echo"
 
 
 def test_unknown_paths_and_methods(server: RunningServer) -> None:

@@ -1,0 +1,59 @@
+"""What is new in a snapshot of a request's answers: a stream sends only that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What a snapshot of an answer has more than the one before it.
+
+    logprobs: one entry a token; None when none were asked for.
+    prompt_token_ids: in the first delta of an answer only.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: Sequence[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    prompt_token_ids: list[int] | None
+
+
+def deltas(before: RequestOutput | None, now: RequestOutput) -> list[tuple[int, Delta]]:
+    """Index and delta of each answer that has something new.
+
+    Answers take turns, start late and end early, and a slow reader skips snapshots: so an answer
+    may have nothing new, or several tokens at once.
+    """
+    found = []
+    for answer in now.outputs:
+        seen = _NOTHING if before is None else before.outputs[answer.index]
+        has_new_tokens = len(answer.token_ids) > len(seen.token_ids)
+        if has_new_tokens or answer.finish_reason != seen.finish_reason:
+            prompt_token_ids = None if _is_begun(seen) else list(now.prompt_token_ids)
+            found.append((answer.index, _delta(seen, answer, prompt_token_ids)))
+    return found
+
+
+_NOTHING = CompletionOutput(index=0, text="", token_ids=())
+
+
+def _is_begun(answer: CompletionOutput) -> bool:
+    return bool(answer.token_ids) or answer.finish_reason is not None
+
+
+def _delta(
+    seen: CompletionOutput, now: CompletionOutput, prompt_token_ids: list[int] | None
+) -> Delta:
+    first_new = len(seen.token_ids)
+    return Delta(
+        text=now.text[len(seen.text) :],
+        token_ids=list(now.token_ids[first_new:]),
+        logprobs=None if now.logprobs is None else now.logprobs[first_new:],
+        finish_reason=now.finish_reason,
+        stop_reason=now.stop_reason,
+        prompt_token_ids=prompt_token_ids,
+    )
