@@ -138,7 +138,7 @@ def print_host_time(llm: LLM) -> None:
     run_ours(llm, works)
     timings = llm.engine.step_timings
     print(f"Host's milliseconds a step with {MAX_NUM_SEQS} requests:", end="")
-    for name in ("scheduling", "launching", "processing", "waiting"):
+    for name in ("scheduling", "packing", "launching", "processing", "waiting"):
         print(f" {name} {1000 * getattr(timings, name) / timings.num_steps:.2f}", end="")
     print(flush=True)
 

@@ -25,13 +25,14 @@ from jpaged.scheduler import Scheduler
 class StepTimings:
     """Seconds that the host spent, added up over `num_steps` steps.
 
-    scheduling: choosing requests and blocks. launching: packing inputs and handing them over.
-    waiting: reading the tokens of the step before, the device's time included. processing:
-    taking in those tokens, text included.
+    scheduling: choosing requests and blocks. packing: making the device's inputs. launching:
+    handing them over, which may include computing on a CPU. waiting: reading the tokens of the
+    step before, the device's time included. processing: taking in those tokens, text included.
     """
 
     num_steps: int = 0
     scheduling: float = 0.0
+    packing: float = 0.0
     launching: float = 0.0
     waiting: float = 0.0
     processing: float = 0.0
@@ -111,9 +112,11 @@ class Engine:
         scheduled = time.perf_counter()
         timings.scheduling += scheduled - started
         finished_step = self._launched
-        self._launched = self._runner.launch(batch) if batch.num_tokens else None
-        launched = time.perf_counter()
-        timings.launching += launched - scheduled
+        packed = self._runner.pack(batch) if batch.num_tokens else None
+        packed_at = time.perf_counter()
+        timings.packing += packed_at - scheduled
+        self._launched = self._runner.launch(packed) if packed is not None else None
+        timings.launching += time.perf_counter() - packed_at
         is_stuck = not (batch.num_tokens or batch.finished or finished_step)
         assert not (is_stuck and self.scheduler.has_requests), "nobody can run, nothing will change"
         self._take_back_reports(batch)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.batch import ForwardShape
 from jpaged.block_pool import SINK_BLOCK
 from jpaged.buckets import smallest_bucket
 from jpaged.outputs import TokenLogprobs
@@ -18,6 +19,18 @@ from jpaged.programs import Programs, ProgramSpec
 from jpaged.request import Request
 from jpaged.sampler import Samples
 from jpaged.scheduled_batch import ScheduledBatch
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """The host's part of a step. copies: None without any, which is no program's input then."""
+
+    requests: list[Request]
+    shape: ForwardShape
+    forward: np.ndarray
+    sampling_ints: np.ndarray
+    sampling_floats: np.ndarray
+    copies: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -66,35 +79,47 @@ class Runner:
         # What each row of `_block_tables` shows: a request's list, and how much of it.
         self._shown: list[tuple[list[int], int]] = [([], 0)] * spec.num_slots
 
-    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Start a step and return at once."""
-        if batch.copies:
-            self._copy_blocks(batch.copies)
+    def pack(self, batch: ScheduledBatch) -> PackedStep:
+        """Make the arrays that a step takes from the host."""
         self._update_block_tables(batch)
         shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
-        packed = pack_forward(batch, shape, self._block_tables)
-        hidden, self._pools = self._programs.forward[shape](
-            self._params, self._pools, self._last_token, packed
-        )
         requests = [request for request, _ in batch.sampled]
-        if not requests:
-            return LaunchedStep(requests, None)
-        num_rows = smallest_bucket(self.spec.row_buckets, len(requests))
+        num_rows = smallest_bucket(self.spec.row_buckets, max(len(requests), 1))
         ints, floats = pack_sampling(batch, num_rows, padding_slot=self.spec.num_slots)
-        samples, self._last_token = self._programs.sample[num_rows](
-            self._params, hidden, self._last_token, ints, floats
+        return PackedStep(
+            requests=requests,
+            shape=shape,
+            forward=pack_forward(batch, shape, self._block_tables),
+            sampling_ints=ints,
+            sampling_floats=floats,
+            copies=self._pack_copies(batch.copies) if batch.copies else None,
         )
-        wants_logprobs = any(request.num_reported_logprobs is not None for request in requests)
+
+    def launch(self, step: PackedStep) -> LaunchedStep:
+        """Start a step and return at once."""
+        if step.copies is not None:
+            copy = self._programs.copy[step.copies.shape[1]]
+            self._pools = copy(self._pools, step.copies)
+        hidden, self._pools = self._programs.forward[step.shape](
+            self._params, self._pools, self._last_token, step.forward
+        )
+        if not step.requests:
+            return LaunchedStep(step.requests, None)
+        samples, self._last_token = self._programs.sample[step.sampling_ints.shape[1]](
+            self._params, hidden, self._last_token, step.sampling_ints, step.sampling_floats
+        )
+        wants_logprobs = any(each.num_reported_logprobs is not None for each in step.requests)
         for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
             values.copy_to_host_async()
-        return LaunchedStep(requests, samples)
+        return LaunchedStep(step.requests, samples)
 
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        num_blocks = smallest_bucket(self.spec.copy_buckets, len(copies))
-        packed = np.full((2, num_blocks), SINK_BLOCK, np.int32)
-        packed[1] = self.spec.kv_cache.layer_shape[0]
+    def _pack_copies(self, copies: list[tuple[int, int]]) -> np.ndarray:
+        packed = np.full(
+            (2, smallest_bucket(self.spec.copy_buckets, len(copies))), SINK_BLOCK, np.int32
+        )
+        packed[1] = self.spec.kv_cache.layer_shape[0]  # past the end: no copy
         packed[:, : len(copies)] = np.transpose(copies)
-        self._pools = self._programs.copy[num_blocks](self._pools, packed)
+        return packed
 
     def _update_block_tables(self, batch: ScheduledBatch) -> None:
         """Copy what is new of each request's table into the row of its slot.
