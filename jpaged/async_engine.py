@@ -14,11 +14,10 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.errors import EngineDeadError
-from jpaged.inputs import Prompt, TokensPrompt, chat_prompt
+from jpaged.inputs import Params, Prompt, TokensPrompt, chat_prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import RequestOutput
 from jpaged.request_group import RequestGroup
-from jpaged.sampling_params import SamplingParams
 from jpaged.startup import LoadedEngine, load_engine
 from jpaged.tokenizer import Tokenizer
 
@@ -109,12 +108,12 @@ class AsyncEngine:
         """A conversation in the model's chat template."""
         return chat_prompt(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
-    async def check(self, prompt: Prompt, params: SamplingParams) -> None:
+    async def check(self, prompt: Prompt, params: Params) -> None:
         """Raise `RequestError` if `generate` would refuse this."""
         await self._make_request("", prompt, params)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+        self, prompt: Prompt, params: Params, *, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput]:
         """Snapshots of the growing answer; the last one has `finished`.
 
@@ -159,9 +158,7 @@ class AsyncEngine:
     def _is_busy(self) -> bool:
         return bool(self._streams) or not self._actions.empty()
 
-    async def _make_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams
-    ) -> RequestGroup:
+    async def _make_request(self, request_id: str, prompt: Prompt, params: Params) -> RequestGroup:
         self.check_health()
         if self._is_draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")

@@ -148,4 +148,10 @@ class BeamGroup(RequestGroup):
         completions += [hypothesis.completion for hypothesis in self._hypotheses]
         shared = commonprefix([completion.token_ids for completion in completions])
         text = commonprefix([completion.text for completion in completions])
-        return CompletionOutput(index=0, text=text, token_ids=tuple(shared))
+        logprobs = self.beams[0].logprobs[: len(shared)]
+        return CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=tuple(shared),
+            logprobs=None if self.params.logprobs is None else tuple(logprobs),
+        )

@@ -52,6 +52,11 @@ class BeamSearchParams:
         object.__setattr__(self, "stop_token_ids", self.sampling_params.stop_token_ids)
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that run at once."""
+        return self.beam_width
+
+    @property
     def num_answers(self) -> int:
         return self.beam_width if self.n is None else self.n
 

@@ -7,16 +7,14 @@ import time
 from dataclasses import dataclass
 
 from jpaged.beam_group import BeamGroup
-from jpaged.beam_search_params import BeamSearchParams
 from jpaged.block_pool import BlockPool
 from jpaged.errors import RequestError
-from jpaged.inputs import InputProcessor, Prompt
+from jpaged.inputs import InputProcessor, Params, Prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.request import Request, RequestStatus
 from jpaged.request_group import RequestGroup
 from jpaged.runner import LaunchedStep, Runner
-from jpaged.sampling_params import SamplingParams
 from jpaged.scheduled_batch import ScheduledBatch
 from jpaged.scheduler import Scheduler
 
@@ -66,9 +64,7 @@ class Engine:
         self._groups: dict[Request, RequestGroup] = {}
         self._launched: LaunchedStep | None = None
 
-    def make_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams
-    ) -> RequestGroup:
+    def make_request(self, request_id: str, prompt: Prompt, params: Params) -> RequestGroup:
         """Tokenize and check a request without queueing it. Thread-safe.
 
         Raises `RequestError` that names the field at fault.

@@ -30,6 +30,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | TextPrompt | TokensPrompt
+Params = SamplingParams | BeamSearchParams
 
 
 class InputProcessor:
@@ -48,9 +49,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
 
-    def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams
-    ) -> RequestGroup:
+    def request(self, request_id: str, prompt: Prompt, params: Params) -> RequestGroup:
         """Raises `RequestError` that names the field at fault."""
         text, token_ids = self._tokenize(prompt)
         cache_keys = _cache_keys(prompt)
@@ -72,7 +71,7 @@ class InputProcessor:
                 index=index,
                 is_beam=is_beam,
             )
-            for index in range(params.beam_width if is_beam else params.num_sequences)
+            for index in range(params.num_sequences)
         ]
         if is_beam:
             num_candidates = params.num_candidates(len(stop_token_ids))

@@ -8,8 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from jpaged.async_engine import AsyncEngine
-from jpaged.inputs import Prompt
-from jpaged.sampling_params import SamplingParams
+from jpaged.inputs import Params, Prompt
 from jpaged.server.answers import AnswerFormat, ChatFormat, CompletionFormat
 from jpaged.server.body import read_request
 from jpaged.server.convert import (
@@ -125,7 +124,7 @@ async def chat_completions(request: Request) -> Response:
 async def _answer(
     request: Request,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
+    params: Params,
     answer_format: AnswerFormat,
     *,
     is_stream: bool,

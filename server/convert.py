@@ -7,9 +7,11 @@ the engine never sees a wire request.
 from collections.abc import Sequence
 from typing import Any
 
+from jpaged.beam_search_params import BeamSearchParams
 from jpaged.errors import RequestError
-from jpaged.inputs import Prompt, TextPrompt, TokensPrompt
+from jpaged.inputs import Params, Prompt, TextPrompt, TokensPrompt
 from jpaged.sampling_params import SamplingParams
+from jpaged.server.beams import beam_params, refuse_beam_fields
 from jpaged.server.errors import ModelNotFoundError
 from jpaged.server.protocol import (
     ChatCompletionRequest,
@@ -70,7 +72,7 @@ def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     return [_message(message, i) for i, message in enumerate(request.messages)]
 
 
-def completion_params(request: CompletionRequest, *, has_text: bool) -> SamplingParams:
+def completion_params(request: CompletionRequest, *, has_text: bool) -> Params:
     best_of = request.best_of
     if request.stream and best_of is not None and best_of > request.n:
         raise RequestError(
@@ -78,7 +80,7 @@ def completion_params(request: CompletionRequest, *, has_text: bool) -> Sampling
             "are the best is known only when all are finished",
             param="best_of",
         )
-    return _sampling_params(
+    return _params(
         request,
         request.max_tokens,
         best_of=best_of,
@@ -87,11 +89,14 @@ def completion_params(request: CompletionRequest, *, has_text: bool) -> Sampling
     )
 
 
-def check_num_answers(prompts: Sequence[Prompt], params: SamplingParams) -> None:
+def check_num_answers(prompts: Sequence[Prompt], params: Params) -> None:
     """A small body must not ask for answers without limit."""
     num_answers = len(prompts) * params.num_sequences
     if num_answers > MAX_ANSWERS:
-        name = "n" if params.best_of is None else "best_of"
+        if isinstance(params, BeamSearchParams):
+            name = "beam_width"
+        else:
+            name = "n" if params.best_of is None else "best_of"
         raise RequestError(
             f"{name} ({params.num_sequences}) for each of {len(prompts)} prompts makes "
             f"{num_answers} answers; one request takes at most {MAX_ANSWERS}",
@@ -99,7 +104,7 @@ def check_num_answers(prompts: Sequence[Prompt], params: SamplingParams) -> None
         )
 
 
-def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> SamplingParams:
+def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> Params:
     """`max_completion_tokens` is OpenAI's new name of `max_tokens`; unset fills the context."""
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -113,7 +118,7 @@ def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> SamplingPa
             f"top_logprobs ({request.top_logprobs}) needs logprobs: set it to true",
             param="top_logprobs",
         )
-    return _sampling_params(
+    return _params(
         request,
         limits.pop() if limits else None,
         logprobs=request.top_logprobs if request.logprobs else None,
@@ -133,14 +138,17 @@ def includes_usage(request: SamplingRequest) -> bool:
     return request.stream_options.include_usage
 
 
-def _sampling_params(
+def _params(
     request: SamplingRequest,
     max_tokens: int | None,
     *,
     best_of: int | None = None,
     logprobs: int | None,
     has_text: bool,
-) -> SamplingParams:
+) -> Params:
+    if request.use_beam_search:
+        return beam_params(request, max_tokens, logprobs=logprobs, has_text=has_text)
+    refuse_beam_fields(request)
     return SamplingParams(
         n=request.n,
         best_of=best_of,

@@ -32,7 +32,9 @@ def deltas(before: RequestOutput | None, now: RequestOutput) -> list[tuple[int, 
     for answer in now.outputs:
         seen = _NOTHING if before is None else before.outputs[answer.index]
         has_new_tokens = len(answer.token_ids) > len(seen.token_ids)
-        if has_new_tokens or answer.finish_reason != seen.finish_reason:
+        # Beams may share a part of the text of tokens that they do not share.
+        has_new_text = len(answer.text) > len(seen.text)
+        if has_new_tokens or has_new_text or answer.finish_reason != seen.finish_reason:
             prompt_token_ids = None if _is_begun(seen) else list(now.prompt_token_ids)
             found.append((answer.index, _delta(seen, answer, prompt_token_ids)))
     return found
@@ -42,7 +44,7 @@ _NOTHING = CompletionOutput(index=0, text="", token_ids=())
 
 
 def _is_begun(answer: CompletionOutput) -> bool:
-    return bool(answer.token_ids) or answer.finish_reason is not None
+    return bool(answer.token_ids or answer.text) or answer.finish_reason is not None
 
 
 def _delta(

@@ -75,9 +75,7 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "service_tier": (),
     "min_p": (0,),
     "repetition_penalty": (1,),
-    "length_penalty": (1,),
     "min_tokens": (0,),
-    "use_beam_search": (False,),
     "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -115,6 +113,10 @@ class SamplingRequest(WireModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     cache_salt: str | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     user: str | None = None  # identifies an end user to OpenAI; nothing depends on it here
 
 

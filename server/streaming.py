@@ -17,9 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.errors import JpagedError
-from jpaged.inputs import Prompt
+from jpaged.inputs import Params, Prompt
 from jpaged.outputs import FinishReason, RequestOutput
-from jpaged.sampling_params import SamplingParams
 from jpaged.server.answers import AnswerFormat, usage_of
 from jpaged.server.deltas import deltas
 from jpaged.server.errors import GenerationError, UnavailableError, error_body
@@ -34,7 +33,7 @@ IndexedOutput = tuple[int, RequestOutput]
 
 
 async def generate(
-    engine: AsyncEngine, prompts: Sequence[Prompt], params: SamplingParams, request_id: str
+    engine: AsyncEngine, prompts: Sequence[Prompt], params: Params, request_id: str
 ) -> AsyncGenerator[IndexedOutput]:
     """Snapshots of all prompts' answers as they come, with the index of the prompt.
 

@@ -201,6 +201,23 @@ def test_several_answers(process: Process) -> None:
         assert reasons == [None] * (len(own) - 1) + [expected["finish_reason"]]
 
 
+def test_beam_search(process: Process, client: OpenAI) -> None:
+    """The best first; what is streamed is what every answer begins with, then the best one."""
+    beams = {"use_beam_search": True, "beam_width": 3, "length_penalty": 1.0}
+    wanted: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 12}
+    whole = client.completions.create(**wanted, n=3, logprobs=0, extra_body=beams)
+    scores = []
+    for choice in whole.choices:
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        logprobs = [logprob or 0.0 for logprob in choice.logprobs.token_logprobs]
+        scores.append(sum(logprobs) / len(logprobs))
+    assert len({choice.text for choice in whole.choices}) == 3
+    assert scores == sorted(scores, reverse=True)
+    stream = client.completions.create(**wanted, stream=True, extra_body=beams)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    wait_until(process.is_idle, 5)
+
+
 def test_logprobs_of_completions(client: OpenAI) -> None:
     """O-23, O-25, O-26: of text with characters that span tokens; values before the filters."""
     prompt = "The word for Chinese characters in Japanese is 漢字 (kanji), written 漢字 and"

@@ -151,7 +151,6 @@ NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
     ("min_p", [0], [0.1]),
     ("repetition_penalty", [1, 1.0], [1.1]),
     ("min_tokens", [0], [1]),
-    ("use_beam_search", [False], [True]),
     ("prompt_logprobs", [], [0, 1]),
     ("bad_words", [[]], [["a"]]),
     ("allowed_token_ids", [], [[1]]),
@@ -367,3 +366,28 @@ def test_unknown_paths_and_methods(server: RunningServer) -> None:
             assert_refused(client.get(path), 404, None)
         for method, path in [("GET", COMPLETIONS), ("PUT", CHAT), ("POST", "/health")]:
             assert_refused(client.request(method, path), 405, None)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"beam_width": 2}, "beam_width"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True, "beam_width": 0}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 17}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "n"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.7}, "top_p"),
+        ({"use_beam_search": True, "n": 2, "seed": 1}, "seed"),
+        ({"use_beam_search": "yes"}, "use_beam_search"),
+    ],
+)
+def test_beam_search_and_sampling_do_not_mix(
+    server: RunningServer, path: str, given: dict[str, Any], param: str
+) -> None:
+    """What would have no effect is refused, in both directions."""
+    prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES}
+    assert_refused(server.post(path, {**prompt, **given}), 400, param)
+    assert_nothing_was_started(server)
