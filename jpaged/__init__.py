@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jpaged.async_engine import AsyncEngine as AsyncEngine
+    from jpaged.beam_search_params import BeamSearchParams as BeamSearchParams
     from jpaged.config import EngineConfig as EngineConfig
     from jpaged.errors import CheckpointError as CheckpointError
     from jpaged.errors import ConfigError as ConfigError
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from jpaged.outputs import FinishReason as FinishReason
     from jpaged.outputs import RequestOutput as RequestOutput
     from jpaged.outputs import RequestTiming as RequestTiming
+    from jpaged.outputs import TokenLogprobs as TokenLogprobs
     from jpaged.sampling_params import SamplingParams as SamplingParams
 
 _MODULES = {
     "AsyncEngine": "jpaged.async_engine",
+    "BeamSearchParams": "jpaged.beam_search_params",
     "CheckpointError": "jpaged.errors",
     "CompletionOutput": "jpaged.outputs",
     "ConfigError": "jpaged.errors",
@@ -39,6 +42,7 @@ _MODULES = {
     "RequestOutput": "jpaged.outputs",
     "RequestTiming": "jpaged.outputs",
     "SamplingParams": "jpaged.sampling_params",
+    "TokenLogprobs": "jpaged.outputs",
     "UnsupportedModelError": "jpaged.errors",
 }
 

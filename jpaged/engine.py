@@ -195,9 +195,10 @@ class Engine:
         assert request.last_token_time is not None
         if last_token_time is None:
             self.metrics.record_first_token(request)
-            self.metrics.record_prefix_cache(
-                num_queried=request.num_prompt_tokens, num_hit=request.num_cached_tokens
-            )
+            if request.index == 0:  # its siblings share the prompt and look nothing up
+                self.metrics.record_prefix_cache(
+                    num_queried=request.num_prompt_tokens, num_hit=request.num_cached_tokens
+                )
             self.metrics.record_tokens(request, 1, None)
         else:
             self.metrics.record_tokens(request, 1, request.last_token_time - last_token_time)

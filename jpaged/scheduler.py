@@ -217,7 +217,7 @@ class Scheduler:
                 self.waiting.remove(sibling)
                 self._start(sibling, row.request.block_ids, num_new_blocks=0)
                 sibling.num_computed_tokens = row.request.num_prompt_tokens
-                sibling.num_registered_blocks = 0
+                sibling.num_cached_tokens = sibling.num_registered_blocks = 0
                 row.forks.append(sibling)
 
     def _grow(self, request: Request, batch: ScheduledBatch) -> bool:

@@ -11,6 +11,7 @@ import jpaged
 
 PUBLIC_NAMES = {
     "AsyncEngine",
+    "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -24,6 +25,7 @@ PUBLIC_NAMES = {
     "RequestOutput",
     "RequestTiming",
     "SamplingParams",
+    "TokenLogprobs",
     "UnsupportedModelError",
 }
 

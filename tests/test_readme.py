@@ -16,7 +16,7 @@ def code_blocks(language: str) -> list[str]:
 
 @pytest.mark.slow
 def test_python_example(demo_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [example] = code_blocks("python")
+    example = "\n".join(code_blocks("python"))
     exec(compile(example, "README.md", "exec"), {})
     first_line = capsys.readouterr().out.splitlines()[0]
     assert first_line.startswith("The capital of France is")

@@ -47,7 +47,7 @@ def test_variants_of_llama(variant, tiny_llama, hf_model, make_llm):
     # Longer than the rotary scaling's original length, and than a tile of attention.
     prompts = random_prompts(256, [1, 5, 16, 17, 33, 100, 150])
     expected = hf_greedy(hf_model(folder), prompts, NUM_TOKENS)
-    llm = make_llm(folder)
+    llm = make_llm(folder, max_num_seqs=4)
     assert_greedy_parity(ours(llm, prompts), expected)
     assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts], expected)
 
@@ -59,7 +59,7 @@ def test_block_sizes_and_budgets(block_size, budget, tiny_llama, hf_model, make_
     folder = tiny_llama(max_position_embeddings=512)
     prompts = random_prompts(256, [5, 16, 17, 33, 300, 64, 1, 120])
     expected = hf_greedy(hf_model(folder), prompts, NUM_TOKENS)
-    llm = make_llm(folder, block_size=block_size, max_num_batched_tokens=budget)
+    llm = make_llm(folder, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=4)
     assert_greedy_parity(ours(llm, prompts), expected)
     assert_greedy_parity(ours(llm, prompts[::-1]), expected[::-1])
     assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts[:4]], expected[:4])
@@ -71,11 +71,12 @@ def test_chunked_prefill_beside_decodes(budget, tiny_llama, hf_model, make_llm):
     folder = tiny_llama(max_position_embeddings=512)
     prompts = random_prompts(256, [3, 9, 20, 300])
     expected = hf_greedy(hf_model(folder), prompts, NUM_TOKENS)
-    llm = make_llm(folder, max_num_batched_tokens=budget)
+    llm = make_llm(folder, max_num_batched_tokens=budget, max_num_seqs=4)
     assert_greedy_parity(ours(llm, prompts[3:]), expected[3:])
     assert_greedy_parity(ours(llm, prompts), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size,budget", [(16, 512), (8, 64), (32, 16), (128, 64)])
 def test_demo_model(block_size, budget, demo_model_path, demo_hf_model, demo_answers, make_llm):
     """20 prompts, 64 tokens each, alone (a few) and together."""
@@ -83,7 +84,7 @@ def test_demo_model(block_size, budget, demo_model_path, demo_hf_model, demo_ans
         demo_model_path,
         block_size=block_size,
         max_num_batched_tokens=budget,
-        max_num_seqs=min(budget, 20),
+        max_num_seqs=8,
         max_model_len=512,
     )
     prompts = [llm.tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
