@@ -5,13 +5,14 @@ ARGS ?=
 BIN := .venv/bin
 NEWEST := .venv-newest
 
-.PHONY: help install install-dev serve test test-main test-newest lint format bench clean
+.PHONY: help install install-dev serve test test-long test-main test-newest lint format bench clean
 
 help:
 	@echo "make install      the jpaged command, in .venv"
 	@echo "make serve        start the server; ARGS='--port 9000' passes options on"
 	@echo "make install-dev  what working on jpaged needs"
 	@echo "make test         all checks and tests, then the newest Python and JAX found"
+	@echo "make test-long    the tests that take minutes each"
 	@echo "make lint         ruff, pyright and import rules only"
 	@echo "make format       let ruff format the code"
 	@echo "make bench        compare with transformers on this machine"
@@ -52,7 +53,10 @@ format: .venv/installed-dev
 test-main: .venv/installed-dev
 	@$(BIN)/python -c 'import importlib.util as u; u.find_spec("torch") or print("No torch for this \
 	Python: the tests that compare with it are skipped. Python 3.11 has it.")'
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: .venv/installed-dev
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 # Tests that need no torch, with the newest JAX. Python 3.11 has an older one.
 test-newest: .venv/installed-dev

@@ -83,7 +83,7 @@ def test_equal_to_transformers(
 
 
 @pytest.mark.torch
-@pytest.mark.slow
+@pytest.mark.long
 def test_demo_model_equal_to_transformers(demo_model_path, demo_hf_model, make_llm):
     """O-22 on real text, where end-of-sequence and neighbours' scores are those of a real model."""
     llm = make_llm(demo_model_path, max_model_len=256)

@@ -5,7 +5,7 @@ import pytest
 
 from jpaged.sampling_params import SamplingParams
 from tests.engine.prompts import DEMO_PROMPTS
-from tests.hf_reference import assert_greedy_parity, hf_greedy
+from tests.hf_reference import assert_greedy_parity, hf_greedy, hf_greedy_along
 
 pytestmark = pytest.mark.torch
 
@@ -26,6 +26,7 @@ VARIANTS = {
     "llama3-rope": {"rope_parameters": {"rope_theta": 10_000.0, **LLAMA3_ROPE}},
 }
 NUM_TOKENS = 16
+DEMO_OPTIONS = [(8, 64), (32, 16), (128, 64)]
 
 
 def random_prompts(vocab_size: int, lengths: list[int]) -> list[list[int]]:
@@ -77,8 +78,11 @@ def test_chunked_prefill_beside_decodes(budget, tiny_llama, hf_model, make_llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size,budget", [(16, 512), (8, 64), (32, 16), (128, 64)])
-def test_demo_model(block_size, budget, demo_model_path, demo_hf_model, demo_answers, make_llm):
+@pytest.mark.parametrize(
+    "block_size,budget",
+    [(16, 512), *(pytest.param(*pair, marks=pytest.mark.long) for pair in DEMO_OPTIONS)],
+)
+def test_demo_model(block_size, budget, demo_model_path, demo_hf_model, make_llm):
     """20 prompts, 64 tokens each, alone (a few) and together."""
     llm = make_llm(
         demo_model_path,
@@ -88,15 +92,8 @@ def test_demo_model(block_size, budget, demo_model_path, demo_hf_model, demo_ans
         max_model_len=512,
     )
     prompts = [llm.tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
-    assert_greedy_parity(ours(llm, prompts, 64), demo_answers)
-    assert_greedy_parity(ours(llm, prompts[:2], 64), demo_answers[:2])
-    assert_greedy_parity(ours(llm, prompts[2:3], 64), demo_answers[2:3])
-
-
-@pytest.fixture(scope="module")
-def demo_answers(demo_hf_model, demo_model_path):
-    from jpaged.model_files import load_tokenizer, resolve_model
-
-    tokenizer = load_tokenizer(resolve_model(str(demo_model_path)))
-    prompts = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
-    return hf_greedy(demo_hf_model, prompts, 64)
+    answers = ours(llm, prompts, 64)
+    assert_greedy_parity(answers, hf_greedy_along(demo_hf_model, prompts, answers))
+    for alone in (prompts[:2], prompts[2:3]):
+        answers = ours(llm, alone, 64)
+        assert_greedy_parity(answers, hf_greedy_along(demo_hf_model, alone, answers))
