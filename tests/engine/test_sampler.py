@@ -16,6 +16,7 @@ from jpaged.sampler import (
     top_k_filter,
     top_p_filter,
 )
+from jpaged.sampling_params import MAX_REPORTED_TOKENS
 
 KEY = jax.random.key(0)
 
@@ -39,6 +40,7 @@ def inputs(
 
 
 run = jax.jit(sample_tokens)
+filtered = jax.jit(lambda logits, k, p: top_p_filter(top_k_filter(logits, k), p))
 
 
 def kept_by_oracle(logits, top_k, top_p):
@@ -68,9 +70,7 @@ def kept_by_oracle(logits, top_k, top_p):
 def test_filters_keep_what_sorting_keeps(logits, top_k, top_p):
     """O-18: k first, then p on what is left; exactly k at ties; never an empty set."""
     row = jnp.array([logits], jnp.float32)
-    kept = top_p_filter(
-        top_k_filter(row, jnp.array([top_k], jnp.int32)), jnp.array([top_p], jnp.float32)
-    )
+    kept = filtered(row, jnp.array([top_k], jnp.int32), jnp.array([top_p], jnp.float32))
     ours = set(np.flatnonzero(np.isfinite(np.asarray(kept)[0])).tolist())
     expected = kept_by_oracle(logits, top_k, top_p)
     assert ours and (expected is None or ours == expected)
@@ -80,10 +80,8 @@ def test_filters_on_a_real_vocabulary():
     random = np.random.default_rng(0)
     logits = random.normal(size=(4, 49_152)).astype(np.float32) * 3
     for top_k, top_p in [(50, 1.0), (0, 0.9), (50, 0.9), (1, 0.5), (1000, 0.999)]:
-        kept = top_p_filter(
-            top_k_filter(jnp.array(logits), jnp.full(4, top_k, jnp.int32)),
-            jnp.full(4, top_p, jnp.float32),
-        )
+        top_ks, top_ps = jnp.full(4, top_k, jnp.int32), jnp.full(4, top_p, jnp.float32)
+        kept = filtered(jnp.array(logits), top_ks, top_ps)
         for row in range(4):
             ours = set(np.flatnonzero(np.isfinite(np.asarray(kept)[row])).tolist())
             expected = kept_by_oracle(logits[row], top_k, top_p)
@@ -174,7 +172,7 @@ def test_logprobs_are_those_of_the_model(temperature):
     for row in range(6):
         token = int(samples.tokens[row])
         assert abs(float(samples.logprobs[row]) - expected[row, token]) < 1e-5
-        order = np.argsort(-expected[row], kind="stable")[:20]
+        order = np.argsort(-expected[row], kind="stable")[:MAX_REPORTED_TOKENS]
         np.testing.assert_array_equal(samples.top_ids[row], order)
         np.testing.assert_allclose(samples.top_logprobs[row], expected[row, order], atol=1e-5)
 
