@@ -134,8 +134,9 @@ def top_p_filter(logits: Float[Array, "S V"], top_p: Float[Array, "S"]) -> Float
 
 def _ordered_bits(values: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
     """Integers in the same order as the floats (two's complement trick of radix sorts)."""
-    # Adding 0 turns -0 into +0, which must tie with it.
-    bits = lax.bitcast_convert_type(values.astype(jnp.float32) + 0.0, jnp.uint32)
+    # -0 must tie with +0. Adding 0 would make it that, but XLA removes such additions.
+    values = jnp.where(values == 0, 0.0, values.astype(jnp.float32))
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
