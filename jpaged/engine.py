@@ -212,6 +212,7 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             kv_cache_usage=self.block_pool.usage,
+            kv_cache_block_fill=self.scheduler.block_fill,
             num_tokens=batch.num_tokens,
             num_preemptions=len(batch.preempted),
         )

@@ -60,18 +60,21 @@ class Metrics:
         num_running: int,
         num_waiting: int,
         kv_cache_usage: float,
+        kv_cache_block_fill: float,
         num_tokens: int,
         num_preemptions: int,
     ) -> None:
         """After a step: the state now, and what happened since the call before.
 
         kv_cache_usage: share of the blocks in use, from 0 to 1.
+        kv_cache_block_fill: share of the slots of those blocks that hold tokens, from 0 to 1.
         num_tokens: tokens computed in this step; 0 records the state alone.
         num_preemptions: requests preempted since the call before.
         """
         self._num_running.set(num_running)
         self._num_waiting.set(num_waiting)
         self._kv_cache_usage.set(kv_cache_usage)
+        self._kv_cache_block_fill.set(kv_cache_block_fill)
         if num_tokens > 0:
             self._iteration_tokens.observe(num_tokens)
         _add(self._num_preemptions, num_preemptions)
@@ -127,6 +130,9 @@ class Metrics:
     def _make_step_metrics(self) -> None:
         self._num_running = self._gauge("num_requests_running", "Requests that run")
         self._num_waiting = self._gauge("num_requests_waiting", "Requests that wait to run")
+        self._kv_cache_block_fill = self._gauge(
+            "kv_cache_block_fill_perc", "Share of the slots of used blocks that hold tokens"
+        )
         self._kv_cache_usage = self._gauge(
             "kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them"
         )

@@ -112,6 +112,23 @@ class Scheduler:
             beam.block_ids, beam.block_digests, beam.num_registered_blocks = state
 
     @property
+    def block_fill(self) -> float:
+        """Share of the slots of held blocks that hold tokens, 0 to 1; 1 when none are held.
+
+        A block that several requests hold counts once.
+        """
+        num_empty: dict[int, int] = {}
+        for request in self.running:
+            num_computed = request.num_computed_tokens
+            for index in range(num_computed // self.block_size, len(request.block_ids)):
+                filled = max(0, num_computed - index * self.block_size)
+                block = request.block_ids[index]
+                empty = min(num_empty.get(block, self.block_size), self.block_size - filled)
+                num_empty[block] = empty
+        num_slots = self.block_pool.num_used * self.block_size
+        return 1 - sum(num_empty.values()) / num_slots if num_slots else 1.0
+
+    @property
     def has_requests(self) -> bool:
         return bool(self.waiting or self.running)
 

@@ -47,6 +47,7 @@ def test_names_and_labels() -> None:
     found = families(content)
     assert {name.removeprefix("jpaged:") for name in found if not name.endswith("_created")} == {
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        "kv_cache_block_fill_perc",
         *("num_preemptions", "prompt_tokens", "generation_tokens", "request_success"),
         *("prefix_cache_queries", "prefix_cache_hits", "iteration_tokens_total"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds"),
@@ -170,13 +171,14 @@ def test_aborted_before_the_first_token(
 
 def test_steps(metrics: Metrics) -> None:
     """O-63: a count that goes down is dropped, and does not raise in the engine's loop."""
-    state = {"num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.5}
+    state = {"num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.5, "kv_cache_block_fill": 0.9}
     metrics.record_step(**state, num_tokens=10, num_preemptions=1)
     metrics.record_step(**state, num_tokens=0, num_preemptions=-1)
     found = values(metrics.render()[0])
     assert found["num_requests_running"] == 3
     assert found["num_requests_waiting"] == 2
     assert found["kv_cache_usage_perc"] == 0.5
+    assert found["kv_cache_block_fill_perc"] == 0.9
     assert found["num_preemptions_total"] == 1
     assert found["iteration_tokens_total_count"] == 1
 
@@ -193,6 +195,6 @@ def test_recording_is_cheap(metrics: Metrics, make_request: Callable[[], Request
 
 def test_engines_do_not_share_numbers() -> None:
     first, second = (Metrics(model_name="m", max_model_len=100) for _ in range(2))
-    state = {"num_running": 1, "num_waiting": 0, "kv_cache_usage": 0.0}
+    state = {"num_running": 1, "num_waiting": 0, "kv_cache_usage": 0.0, "kv_cache_block_fill": 1.0}
     first.record_step(**state, num_tokens=1, num_preemptions=1)
     assert values(second.render()[0])["num_preemptions_total"] == 0
