@@ -38,6 +38,7 @@ class Scheduler:
             PrefixCache(block_pool, block_size=block_size) if enable_prefix_caching else None
         )
         self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -163,6 +164,8 @@ class Scheduler:
             request = self.waiting[0]
             if any(sibling.is_prefilling for sibling in request.siblings):
                 break  # soon there is a prompt to share
+            if len(self._free_slots) < self._num_slots_to_start(request):
+                break
             cached = self.prefix_cache.match(request) if self.prefix_cache else []
             needed = self._num_blocks(request.num_tokens) - len(cached)
             num_free = self.block_pool.num_free - sum(map(self.block_pool.is_free, cached))
@@ -177,6 +180,11 @@ class Scheduler:
             self.waiting.popleft()
             self._start(request, cached, needed)
             self._schedule_chunk(request, batch)
+
+    def _num_slots_to_start(self, request: Request) -> int:
+        """Answers to one prompt start together, as far as they can, to share its blocks."""
+        num_fresh = sum(sibling.is_fresh for sibling in request.siblings)
+        return min(num_fresh, self.max_num_seqs) if request.is_fresh else 1
 
     def _start(self, request: Request, cached: list[int], num_new_blocks: int) -> None:
         """Run a request on blocks that hold its beginning already, and on new ones."""
