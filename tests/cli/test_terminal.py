@@ -103,8 +103,10 @@ def test_interrupt_stops_the_answer_only(
 ) -> None:
     def interrupt() -> None:
         wait_until(lambda: engine.num_generated >= 3, 10)
-        engine.seconds_per_token = 0.0
         os.kill(os.getpid(), signal.SIGINT)
+        # Only now: a fast answer could end before the signal gets to the main thread.
+        time.sleep(0.2)
+        engine.seconds_per_token = 0.0
 
     engine.seconds_per_token = 0.05
     thread = threading.Thread(target=interrupt)
