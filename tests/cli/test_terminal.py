@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def test_chat_at_a_terminal_survives_a_refused_message(
     assert chat(monkeypatch, io.StringIO(lines)) == 2
 
 
+@pytest.fixture
+def default_interrupt() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_interrupt")
 def test_interrupt_stops_the_answer_only(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
