@@ -1,5 +1,7 @@
 """The engine as its users see it: limits, refusals, pressure, reuse."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -251,10 +253,10 @@ def test_preempted_requests_lose_nothing(random_folder, make_llm, roomy_answers)
 
 def test_500_requests_under_pressure(random_folder, make_llm, roomy_answers, count_compilations):
     """O-61: mixed lengths, a pool that forces preemption: exact counts, no compilation."""
-    llm = make_llm(random_folder, num_gpu_blocks_override=24)
+    llm = make_llm(random_folder, num_gpu_blocks_override=16)
     random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(3.2, 0.8, 500).astype(int), 1, 150)
-    max_tokens = np.clip(random.lognormal(2.5, 0.8, 500).astype(int), 1, 80).tolist()
+    lengths = np.clip(random.lognormal(2.5, 0.8, 500).astype(int), 1, 150)
+    max_tokens = np.clip(random.lognormal(3.6, 0.6, 500).astype(int), 1, 80).tolist()
     prompts = [tokens(int(length), first=int(number)) for number, length in enumerate(lengths)]
     options = [
         SamplingParams(
@@ -267,13 +269,14 @@ def test_500_requests_under_pressure(random_folder, make_llm, roomy_answers, cou
         )
         for number, count in enumerate(max_tokens)
     ]
-    preemptions = llm.engine.metrics
     with count_compilations() as count:
         outputs = llm.generate(prompts, options, use_tqdm=False)
     assert count() == 0
     assert [len(output.outputs[0].token_ids) for output in outputs] == max_tokens
     assert_idle(llm)
-    assert b"num_preemptions_total" in preemptions.render()[0]
+    rendered = llm.engine.metrics.render()[0].decode()
+    [num_preemptions] = re.findall(r"^jpaged:num_preemptions_total\{.*\} (.*)$", rendered, re.M)
+    assert float(num_preemptions) > 10, num_preemptions
     greedy = [number for number, option in enumerate(options) if option.is_greedy][:60]
     expected = roomy_answers([prompts[n] for n in greedy], [max_tokens[n] for n in greedy])
     assert [outputs[number].outputs[0].token_ids for number in greedy] == expected
