@@ -77,6 +77,18 @@ class BlockPool:
         """The block, held or free, that has this in it."""
         return self._blocks.get(digest)
 
+    def digest(self, block: int) -> bytes | None:
+        """What is in the block, if that is known."""
+        return self._digests[block]
+
+    def registered_blocks(self) -> Iterable[int]:
+        return self._blocks.values()
+
+    def touch(self, block: int) -> None:
+        """Count a free block of known content as used just now: it is handed out last."""
+        if block in self._free and self._digests[block] is not None:
+            self._free.move_to_end(block)
+
     def is_free(self, block: int) -> bool:
         return self._reference_counts[block] == 0
 

@@ -1,5 +1,7 @@
 """Engine options: the only place that holds their defaults and help texts."""
 
+import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -8,8 +10,10 @@ from jpaged.errors import ConfigError
 DEMO_MODEL = "smollm2-135m-instruct"
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
 AttentionBackend = Literal["auto", "xla"]
 
+GIB = 1 << 30
 MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
 
@@ -54,6 +58,14 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(
         None, "number of usable KV blocks, instead of computing it from the free memory"
     )
+    swap_space: float | None = option(
+        None,
+        "GiB of host memory for the KV blocks of preempted requests; 0 computes them again "
+        "(default: an eighth of the memory, at most 4; 0 on a CPU)",
+    )
+    preemption_mode: PreemptionMode = option(
+        "auto", "how preempted requests come back; auto: whichever is measured to be faster"
+    )
     attention_backend: AttentionBackend = option("auto", "implementation of paged attention")
     seed: int = option(0, "base of all random keys")
     compilation_cache_dir: str | None = option(
@@ -74,6 +86,7 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        _check_swap_space(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -86,7 +99,7 @@ def _check_types(config: EngineConfig) -> None:
     """Options come from users of untyped code and command lines: refuse other types by name."""
     wanted = {
         int: ("block_size", "max_num_seqs", "max_num_batched_tokens", "seed"),
-        str: ("model", "dtype", "attention_backend"),
+        str: ("model", "dtype", "preemption_mode", "attention_backend"),
         bool: ("skip_tokenizer_init", "enable_prefix_caching", "check_invariants"),
     }
     optional_ints = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
@@ -101,6 +114,27 @@ def _check_types(config: EngineConfig) -> None:
         value = getattr(config, item.name)
         if getattr(item.type, "__origin__", None) is Literal and value not in choices:
             raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_swap_space(config: EngineConfig) -> None:
+    wanted = config.swap_space
+    if wanted is not None:
+        is_number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
+        if not is_number or not math.isfinite(wanted) or wanted < 0:
+            raise ConfigError(f"swap_space must be a number of GiB, 0 or more, got {wanted!r}")
+        if wanted * GIB > host_memory_bytes():
+            raise ConfigError(
+                f"swap_space of {wanted} GiB is more than this machine's memory, "
+                f"{host_memory_bytes() / GIB:.1f} GiB: choose less"
+            )
+    if config.preemption_mode == "swap" and wanted == 0:
+        raise ConfigError(
+            "preemption_mode is swap, but swap_space is 0: give it some GiB or choose auto"
+        )
+
+
+def host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check_type(name: str, value: object, kind: type) -> None:

@@ -3,20 +3,24 @@
 Not thread-safe: one thread calls everything. The front doors are `LLM` and `AsyncEngine`.
 """
 
+import secrets
 import time
 from dataclasses import dataclass
 
 from jpaged.beam_group import BeamGroup
 from jpaged.block_pool import BlockPool
+from jpaged.config import PreemptionMode
 from jpaged.errors import RequestError
 from jpaged.inputs import InputProcessor, Params, Prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, TokenLogprobs
+from jpaged.prefill_clock import PrefillClock
 from jpaged.request import Request, RequestStatus
 from jpaged.request_group import RequestGroup
 from jpaged.runner import LaunchedStep, Runner
 from jpaged.scheduled_batch import ScheduledBatch
 from jpaged.scheduler import Scheduler
+from jpaged.swap import PreemptionCosts, SwapSpace
 
 
 @dataclass
@@ -44,11 +48,13 @@ class Engine:
         metrics: Metrics,
         *,
         enable_prefix_caching: bool = True,
+        preemption_mode: PreemptionMode = "auto",
         check_invariants: bool = False,
     ) -> None:
         spec = runner.spec
         self.inputs = inputs
         self.metrics = metrics
+        self._prefill_clock = PrefillClock()
         self.block_pool = BlockPool(spec.kv_cache.num_blocks)
         self.scheduler = Scheduler(
             self.block_pool,
@@ -56,6 +62,7 @@ class Engine:
             max_num_seqs=spec.num_slots,
             max_num_batched_tokens=spec.max_num_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            swap_space=self._swap_space(runner, preemption_mode),
         )
         self.max_num_seqs = spec.num_slots
         self.step_timings = StepTimings()
@@ -85,6 +92,28 @@ class Engine:
             self.scheduler.add(request)
             self._groups[request] = group
 
+    def fork(self, group: RequestGroup, index: int, *, seed: int | None = None) -> int:
+        """Let one more answer begin as answer `index` does so far; returns its own index.
+
+        Both share the blocks that are full; the tail is copied by whoever writes first. Without a
+        seed one is drawn. Raises `RequestError` if that answer cannot be continued.
+        """
+        is_one_of_many = len(group.requests) > group.num_answers
+        if isinstance(group, BeamGroup) or is_one_of_many or not 0 <= index < len(group.requests):
+            raise RequestError(
+                f"index {index} names no answer that can be forked: answers are 0 to "
+                f"{group.num_answers - 1}, and those of beam search and best_of are not settled "
+                "before the end",
+                param="index",
+            )
+        parent = group.requests[index]
+        if parent.is_finished:
+            raise RequestError(f"answer {index} is finished: nothing to go on from", param="index")
+        child = group.fork(parent, secrets.randbits(63) if seed is None else seed)
+        self._groups[child] = group
+        self.scheduler.fork(parent, child)
+        return child.index
+
     def abort(self, group: RequestGroup) -> None:
         """End a request and free its blocks; nothing happens if it has finished already."""
         for request in group.requests:
@@ -108,6 +137,7 @@ class Engine:
         scheduled = time.perf_counter()
         timings.scheduling += scheduled - started
         finished_step = self._launched
+        self._runner.move_blocks(batch)
         packed = self._runner.pack(batch) if batch.num_tokens else None
         packed_at = time.perf_counter()
         timings.packing += packed_at - scheduled
@@ -127,6 +157,13 @@ class Engine:
             self.scheduler.check_integrity()
         return groups
 
+    def _swap_space(self, runner: Runner, mode: PreemptionMode) -> SwapSpace | None:
+        num_blocks = runner.spec.num_swap_blocks
+        if not num_blocks:
+            return None
+        costs = PreemptionCosts(runner.time_swap(), self._prefill_clock)
+        return SwapSpace(num_blocks, mode=mode, costs=costs)
+
     def _process(self, step: LaunchedStep | None) -> list[Request]:
         if step is None:
             return []
@@ -145,6 +182,7 @@ class Engine:
             else:
                 self._append(request, token, token_logprobs)
                 progressed.append(request)
+        self._prefill_clock.record(step.trace, has_result=bool(step.requests), now=read)
         timings.num_steps += 1
         timings.waiting += read - started
         timings.processing += time.perf_counter() - read
@@ -215,4 +253,6 @@ class Engine:
             kv_cache_block_fill=self.scheduler.block_fill,
             num_tokens=batch.num_tokens,
             num_preemptions=len(batch.preempted),
+            num_swap_outs=sum(len(out.swapped.tables) for out in batch.swap_outs),
+            num_swapped=self.scheduler.num_swapped,
         )

@@ -1,18 +1,17 @@
 """The paged KV cache: how many blocks fit, and their allocation."""
 
 import logging
-import os
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import EngineConfig
+from jpaged.config import GIB, EngineConfig, host_memory_bytes
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from pallas_kernels.paged_attention import PagedAttention
 
-GIB = 1 << 30
+DEFAULT_SWAP_BYTES = 4 * GIB
 # Host memory is shared with everything else that runs: an explicit option may take more.
 CPU_KV_CACHE_BYTES = 2 * GIB
 
@@ -89,7 +88,7 @@ def device_memory_limit() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_memory_bytes()
 
 
 def choose_num_blocks(
@@ -125,6 +124,21 @@ def choose_num_blocks(
         num_blocks * block_num_bytes / GIB,
     )
     return num_blocks
+
+
+def choose_num_swap_blocks(config: EngineConfig, *, block_num_bytes: int) -> int:
+    """Blocks that host memory may take of preempted requests."""
+    is_cpu = jax.default_backend() == "cpu"
+    if config.preemption_mode == "recompute":
+        return 0
+    if config.swap_space is not None:
+        num_bytes = int(config.swap_space * GIB)
+    elif is_cpu and config.preemption_mode == "auto":
+        # The pool is in that memory itself: better have a larger one.
+        return 0
+    else:
+        num_bytes = min(DEFAULT_SWAP_BYTES, host_memory_bytes() // 8)
+    return num_bytes // block_num_bytes
 
 
 def fit_max_model_len(config: EngineConfig, num_blocks: int, wanted: int) -> int:

@@ -63,6 +63,8 @@ class Metrics:
         kv_cache_block_fill: float,
         num_tokens: int,
         num_preemptions: int,
+        num_swap_outs: int,
+        num_swapped: int,
     ) -> None:
         """After a step: the state now, and what happened since the call before.
 
@@ -70,14 +72,18 @@ class Metrics:
         kv_cache_block_fill: share of the slots of those blocks that hold tokens, from 0 to 1.
         num_tokens: tokens computed in this step; 0 records the state alone.
         num_preemptions: requests preempted since the call before.
+        num_swap_outs: those of them whose blocks went to host memory.
+        num_swapped: requests whose blocks are there now.
         """
         self._num_running.set(num_running)
         self._num_waiting.set(num_waiting)
+        self._num_swapped.set(num_swapped)
         self._kv_cache_usage.set(kv_cache_usage)
         self._kv_cache_block_fill.set(kv_cache_block_fill)
         if num_tokens > 0:
             self._iteration_tokens.observe(num_tokens)
         _add(self._num_preemptions, num_preemptions)
+        _add(self._num_swap_outs, num_swap_outs)
 
     def record_prefix_cache(self, *, num_queried: int, num_hit: int) -> None:
         """Prompt tokens looked up in the prefix cache, and those of them found there."""
@@ -130,6 +136,9 @@ class Metrics:
     def _make_step_metrics(self) -> None:
         self._num_running = self._gauge("num_requests_running", "Requests that run")
         self._num_waiting = self._gauge("num_requests_waiting", "Requests that wait to run")
+        self._num_swapped = self._gauge(
+            "num_requests_swapped", "Waiting requests whose KV blocks are in host memory"
+        )
         self._kv_cache_block_fill = self._gauge(
             "kv_cache_block_fill_perc", "Share of the slots of used blocks that hold tokens"
         )
@@ -137,6 +146,9 @@ class Metrics:
             "kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them"
         )
         self._num_preemptions = self._counter("num_preemptions", "Preemptions of requests")
+        self._num_swap_outs = self._counter(
+            "num_swap_outs", "Preemptions that moved KV blocks to host memory"
+        )
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens computed in a step", ITERATION_TOKENS_BUCKETS
         )

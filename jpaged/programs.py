@@ -9,8 +9,10 @@ compiling again.
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,7 @@ from pallas_kernels.paged_attention import PagedAttention, kv_slots
 
 NUM_COMPILE_THREADS = 2
 SMALLEST_COPY_BUCKET = 4
+SWAP_CHUNKS = (16, 4, 1)  # blocks that move at once to or from host memory
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class ProgramSpec:
     """Everything that decides what is compiled.
 
     num_slots: most requests that run at once. num_table_blocks: blocks of the longest sequence.
+    num_swap_blocks: blocks that host memory takes of preempted requests.
     """
 
     model: Model
@@ -49,6 +53,7 @@ class ProgramSpec:
     max_num_tokens: int
     num_table_blocks: int
     seed: int
+    num_swap_blocks: int = 0
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
@@ -76,8 +81,13 @@ class ProgramSpec:
         return tuple(sorted({min(SMALLEST_COPY_BUCKET, self.num_slots), self.num_slots}))
 
     @property
+    def swap_chunks(self) -> tuple[int, ...]:
+        return SWAP_CHUNKS if self.num_swap_blocks else ()
+
+    @property
     def num_programs(self) -> int:
-        return len(self.forward_shapes()) + len(self.row_buckets) + len(self.copy_buckets)
+        num_steps = len(self.forward_shapes()) + len(self.row_buckets)
+        return num_steps + len(self.copy_buckets) + 2 * len(self.swap_chunks)
 
     def forward_shapes(self) -> list[ForwardShape]:
         """Of all forward programs, the largest first."""
@@ -140,13 +150,40 @@ def lower_copy(spec: ProgramSpec, num_blocks: int) -> Lowered:
     )
 
 
+def lower_swap_out(spec: ProgramSpec, num_blocks: int) -> Lowered:
+    """(pools, blocks) -> their content, layers first, in one array that moves as one"""
+
+    def swap_out(pools, blocks):
+        return jnp.stack([spec.attention.gather_blocks(pool, blocks) for pool in pools])
+
+    return jax.jit(swap_out).lower(spec.kv_cache.abstract(), _int32(num_blocks))
+
+
+def lower_swap_in(spec: ProgramSpec, num_blocks: int) -> Lowered:
+    """(pools, blocks, content of so many) -> pools"""
+
+    def swap_in(pools, blocks, content):
+        return tuple(
+            spec.attention.scatter_blocks(pool, blocks, values)
+            for pool, values in zip(pools, content, strict=True)
+        )
+
+    pools = spec.kv_cache.abstract()
+    content = jax.ShapeDtypeStruct(
+        (len(pools), num_blocks, *spec.kv_cache.layer_shape[1:]), spec.kv_cache.dtype
+    )
+    return jax.jit(swap_in, donate_argnames="pools").lower(pools, _int32(num_blocks), content)
+
+
 @dataclass(frozen=True)
 class Programs:
-    """forward: by shape. sample: by number of rows. copy: by number of blocks."""
+    """forward: by shape. sample: by number of rows. The others: by number of blocks."""
 
     forward: dict[ForwardShape, Compiled]
     sample: dict[int, Compiled]
     copy: dict[int, Compiled]
+    swap_out: dict[int, Compiled]
+    swap_in: dict[int, Compiled]
 
 
 def largest_programs(spec: ProgramSpec) -> list[Lowered]:
@@ -176,23 +213,29 @@ def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Pr
         return compiled
 
     with ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="compile") as threads:
-        forward = {
-            shape: threads.submit(compile_one, lambda shape=shape: lower_forward(spec, shape))
-            for shape in spec.forward_shapes()
-        }
-        sampling = {
-            size: threads.submit(compile_one, lambda size=size: lower_sample(spec, size))
-            for size in spec.row_buckets
-        }
-        copying = {
-            size: threads.submit(compile_one, lambda size=size: lower_copy(spec, size))
-            for size in spec.copy_buckets
-        }
+
+        def start(lower: Callable[[ProgramSpec, Any], Lowered], keys: Iterable[Any]) -> _Started:
+            return {key: threads.submit(compile_one, partial(lower, spec, key)) for key in keys}
+
+        forward = start(lower_forward, spec.forward_shapes())
+        sampling = start(lower_sample, spec.row_buckets)
+        copying = start(lower_copy, spec.copy_buckets)
+        swap_out = start(lower_swap_out, spec.swap_chunks)
+        swap_in = start(lower_swap_in, spec.swap_chunks)
         return Programs(
-            forward={shape: future.result() for shape, future in forward.items()},
-            sample={size: future.result() for size, future in sampling.items()},
-            copy={size: future.result() for size, future in copying.items()},
+            forward=_results(forward),
+            sample=_results(sampling),
+            copy=_results(copying),
+            swap_out=_results(swap_out),
+            swap_in=_results(swap_in),
         )
+
+
+_Started = dict[Any, Future[Compiled]]
+
+
+def _results(futures: _Started) -> dict[Any, Compiled]:
+    return {key: future.result() for key, future in futures.items()}
 
 
 def _abstract(arrays: Iterable[jax.Array]) -> tuple[jax.ShapeDtypeStruct, ...]:

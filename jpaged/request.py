@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from jpaged.detokenizer import Detokenizer
 from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
@@ -27,6 +28,19 @@ class Progress:
     stop_string: str | None
 
 
+@dataclass(eq=False)
+class SwappedBlocks:
+    """Blocks that were moved to host memory when requests were preempted together.
+
+    tables: of each request that is to come back, its block table as positions among these blocks.
+    data: the runner's, who keeps the content here; it goes when nobody refers to it any more.
+    """
+
+    num_blocks: int
+    tables: "dict[Request, list[int]]"
+    data: Any = None
+
+
 class Request:
     """Tokens, progress and blocks of one answer to a request.
 
@@ -44,6 +58,7 @@ class Request:
     num_registered_blocks: blocks whose content was made known to the prefix cache.
     block_ids: block table; slot t of the request is in block_ids[t // block_size].
     slot: row of the device's per-request arrays while running.
+    swapped: where its blocks are while it waits, if they were moved to host memory.
     """
 
     def __init__(
@@ -85,6 +100,7 @@ class Request:
         self.num_registered_blocks = 0
         self.block_ids: list[int] = []
         self.slot: int | None = None
+        self.swapped: SwappedBlocks | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -112,8 +128,8 @@ class Request:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it waits and nothing was sampled for it yet."""
-        is_waiting = self.status is RequestStatus.WAITING
+        """Whether it waits, to be computed from its beginning, and nothing was sampled yet."""
+        is_waiting = self.status is RequestStatus.WAITING and self.swapped is None
         return is_waiting and self.num_tokens == self.num_prompt_tokens
 
     @property
@@ -148,6 +164,27 @@ class Request:
             self.finish(FinishReason.STOP, token_id if is_listed else None)
         elif self.num_output_tokens >= self.max_tokens:
             self.finish(FinishReason.LENGTH)
+
+    def fork(self, *, index: int, seed: int) -> "Request":
+        """Another answer that goes on from the tokens that are known now, with its own noise."""
+        child = Request(
+            self.request_id,
+            self.token_ids,
+            self.params,
+            max_tokens=self.max_tokens,
+            seed=seed,
+            stop_token_ids=self.stop_token_ids,
+            detokenizer=None if self.detokenizer is None else self.detokenizer.fork(),
+            cache_keys=self.cache_keys,
+            index=index,
+        )
+        child.siblings = self.siblings
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.num_cached_tokens = self.num_cached_tokens
+        child.logprobs = list(self.logprobs)
+        child.cumulative_logprob = self.cumulative_logprob
+        child.block_digests = list(self.block_digests)
+        return child
 
     def continue_as(self, progress: Progress) -> None:
         """Become another beam's sequence, one token longer."""

@@ -17,6 +17,7 @@ class RequestGroup:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
+        self.num_answers = params.n
         self.requests = requests
         for request in requests:
             request.siblings = requests
@@ -28,6 +29,13 @@ class RequestGroup:
     @property
     def is_finished(self) -> bool:
         return all(request.is_finished for request in self.requests)
+
+    def fork(self, request: Request, seed: int) -> Request:
+        """One answer more, which begins as that of the request does so far."""
+        child = request.fork(index=len(self.requests), seed=seed)
+        self.requests.append(child)
+        self.num_answers += 1
+        return child
 
     def output(self) -> RequestOutput:
         """A snapshot that later steps do not change."""
@@ -49,11 +57,11 @@ class RequestGroup:
 
     def _completions(self) -> tuple[CompletionOutput, ...]:
         completions = [request.completion() for request in self.requests]
-        if len(completions) > self.params.n:
+        if len(completions) > self.num_answers:
             if not self.is_finished:
                 return ()  # which answers are the best is not known yet
             completions.sort(key=lambda each: -(each.cumulative_logprob or 0.0))
-            best = completions[: self.params.n]
+            best = completions[: self.num_answers]
             completions = [replace(each, index=index) for index, each in enumerate(best)]
         return tuple(completions)
 

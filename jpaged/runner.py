@@ -4,6 +4,7 @@ The host runs one step ahead of the device. Sampled tokens stay on the device in
 entry a request slot, where the next step reads them; the host reads them when it needs them.
 """
 
+import time
 from dataclasses import dataclass
 
 import jax
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.batch import ForwardShape
+from jpaged.block_mover import BlockMover
 from jpaged.block_pool import SINK_BLOCK
 from jpaged.buckets import smallest_bucket
 from jpaged.outputs import TokenLogprobs
 from jpaged.packing import pack_forward, pack_sampling
+from jpaged.prefill_clock import StepTrace
 from jpaged.programs import Programs, ProgramSpec
 from jpaged.request import Request
 from jpaged.sampler import Samples
@@ -26,6 +29,8 @@ class PackedStep:
     """The host's part of a step. copies: None without any, which is no program's input then."""
 
     requests: list[Request]
+    num_tokens: int
+    has_prefill: bool
     shape: ForwardShape
     forward: np.ndarray
     sampling_ints: np.ndarray
@@ -38,6 +43,7 @@ class LaunchedStep:
     """A step on its way. samples: those of `requests`, in order, then padding."""
 
     requests: list[Request]
+    trace: StepTrace
     samples: Samples | None
 
     def read_tokens(self) -> list[int]:
@@ -72,6 +78,7 @@ class Runner:
     def __init__(self, spec: ProgramSpec, programs: Programs) -> None:
         self.spec = spec
         self._programs = programs
+        self.block_mover = BlockMover(programs, num_pool_blocks=spec.kv_cache.layer_shape[0])
         self._params = spec.model.params
         self._pools = spec.kv_cache.allocate()
         self._last_token = jnp.zeros(spec.num_slots, jnp.int32)
@@ -88,6 +95,8 @@ class Runner:
         ints, floats = pack_sampling(batch, num_rows, padding_slot=self.spec.num_slots)
         return PackedStep(
             requests=requests,
+            num_tokens=batch.num_tokens,
+            has_prefill=bool(batch.prefills),
             shape=shape,
             forward=pack_forward(batch, shape, self._block_tables),
             sampling_ints=ints,
@@ -97,6 +106,7 @@ class Runner:
 
     def launch(self, step: PackedStep) -> LaunchedStep:
         """Start a step and return at once."""
+        trace = StepTrace(step.num_tokens, step.has_prefill, time.perf_counter())
         if step.copies is not None:
             copy = self._programs.copy[step.copies.shape[1]]
             self._pools = copy(self._pools, step.copies)
@@ -104,14 +114,27 @@ class Runner:
             self._params, self._pools, self._last_token, step.forward
         )
         if not step.requests:
-            return LaunchedStep(step.requests, None)
+            return LaunchedStep(step.requests, trace, None)
         samples, self._last_token = self._programs.sample[step.sampling_ints.shape[1]](
             self._params, hidden, self._last_token, step.sampling_ints, step.sampling_floats
         )
         wants_logprobs = any(each.num_reported_logprobs is not None for each in step.requests)
         for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
             values.copy_to_host_async()
-        return LaunchedStep(step.requests, samples)
+        return LaunchedStep(step.requests, trace, samples)
+
+    def move_blocks(self, batch: ScheduledBatch) -> None:
+        """Start what the batch swaps. Comes before `launch`, whose step writes the blocks that
+        went, and reads those that came."""
+        for out in batch.swap_outs:
+            out.swapped.data = self.block_mover.fetch(self._pools, out.blocks)
+        for back in batch.swap_ins:
+            self._pools = self.block_mover.put_back(self._pools, back.swapped.data, back.targets)
+
+    def time_swap(self) -> float:
+        """Seconds that one block takes to host memory and back."""
+        seconds, self._pools = self.block_mover.time_round_trip(self._pools)
+        return seconds
 
     def _pack_copies(self, copies: list[tuple[int, int]]) -> np.ndarray:
         packed = np.full(

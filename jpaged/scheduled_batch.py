@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from jpaged.request import Request
+from jpaged.swap import SwapIn, SwapOut
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ScheduledRequest:
 class ScheduledBatch:
     """What one step computes.
 
+    swap_outs, swap_ins: blocks to move to host memory, and back; never both. They come first.
     copies: blocks to copy (from, to) before anything is computed, all at the same time.
     finished: requests that scheduling itself has ended, since the pool cannot hold more of them.
     """
@@ -37,9 +39,17 @@ class ScheduledBatch:
     decodes: list[ScheduledRequest] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    swap_outs: list[SwapOut] = field(default_factory=list)
+    swap_ins: list[SwapIn] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
+
+    def drop_rows(self, request: Request) -> None:
+        """Compute nothing of the request after all."""
+        self.decodes = [row for row in self.decodes if row.request is not request]
+        self.prefills = [row for row in self.prefills if row.request is not request]
+        self.num_tokens = sum(row.num_tokens for row in self.rows)
 
     @property
     def rows(self) -> list[ScheduledRequest]:

@@ -3,7 +3,7 @@
 Continuous batching (Yu et al. 2022, Orca) with chunked prefill (Agrawal et al. 2024,
 Sarathi-Serve): a step takes one token of every decoding request, then fills the token budget with
 chunks of prompts. First come, first served; when blocks run out, the latest arrival is preempted
-whole and recomputed later (Kwon et al. 2023, PagedAttention, section 4.5).
+whole, and computed again or swapped in later (Kwon et al. 2023, PagedAttention, section 4.5).
 
 The scheduler runs one step ahead of what the host knows: it may schedule a token whose id only
 the device has seen yet (`Request.num_in_flight_tokens`).
@@ -11,14 +11,16 @@ the device has seen yet (`Request.num_in_flight_tokens`).
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jpaged.block_pool import BlockPool
+from jpaged.block_tables import BlockTables
 from jpaged.errors import RequestError
 from jpaged.outputs import FinishReason
-from jpaged.prefix_cache import PrefixCache
+from jpaged.prefix_cache import PrefixMatch
 from jpaged.request import Request, RequestStatus
 from jpaged.scheduled_batch import ScheduledBatch, ScheduledRequest
+from jpaged.swap import SwapIn, SwapSpace
 
 
 class Scheduler:
@@ -32,12 +34,13 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = False,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self.block_pool = block_pool
-        self.prefix_cache = (
-            PrefixCache(block_pool, block_size=block_size) if enable_prefix_caching else None
+        self.tables = BlockTables(
+            block_pool, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
-        self.block_size = block_size
+        self.swap_space = swap_space
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
@@ -51,12 +54,12 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         # The token that the prompt's step samples needs no room unless it is computed in turn.
-        needed, total = self._num_blocks(num_prompt_tokens), self.block_pool.num_blocks
+        needed, total = self.tables.num_blocks(num_prompt_tokens), self.block_pool.num_blocks
         if needed > total:
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens and needs {needed} KV blocks of "
-                f"{self.block_size} tokens, but the whole pool has {total}. Shorten the prompt or "
-                "start the engine with a larger KV cache.",
+                f"{self.tables.block_size} tokens, but the whole pool has {total}. Shorten the "
+                "prompt or start the engine with a larger KV cache.",
                 param="prompt",
             )
 
@@ -64,7 +67,8 @@ class Scheduler:
         batch = ScheduledBatch()
         # Steps up to the last one are launched, so what they write may be matched from now on.
         for request in self.running:
-            self._register_blocks(request)
+            self.tables.register(request)
+        self._resume_swapped(batch)
         self._schedule_decodes(batch)
         self._continue_prefills(batch)
         if not batch.preempted:
@@ -92,42 +96,36 @@ class Scheduler:
             self._release(request)
         else:
             self.waiting.remove(request)
+            self._drop_swapped(request)
 
-    def reorder(self, beams: list[Request], parents: list[int]) -> None:
-        """Beam i goes on as beam parents[i]: it shares that one's blocks from now on.
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let the child go on from where the parent is, on the same blocks if it can run at once.
 
-        Beams beyond the parents hold nothing any more.
+        It computes the last known token again, as its own next token is drawn from those logits.
         """
-        states = [
-            (list(beam.block_ids), list(beam.block_digests), beam.num_registered_blocks)
-            for beam in (beams[parent] for parent in parents)
-        ]
-        for beam in beams:
-            self._register_blocks(beam)
-        for block_ids, _, _ in states:
-            self.block_pool.retain(block_ids)
-        for beam in beams:
-            self.block_pool.release(reversed(beam.block_ids))
-            beam.block_ids = []
-        for beam, state in zip(beams, states, strict=False):
-            beam.block_ids, beam.block_digests, beam.num_registered_blocks = state
+        is_decoding = parent.status is RequestStatus.RUNNING and not parent.is_prefilling
+        if is_decoding and self._free_slots:
+            self._run(child)
+            self.tables.share(child, parent)
+            num_known = len(child.token_ids) - 1
+            child.num_computed_tokens = min(parent.num_computed_tokens, num_known)
+            child.first_scheduled_time = time.monotonic()
+        else:
+            self.waiting.append(child)
+
+    def reorder(self, beams: Sequence[Request], parents: Sequence[int]) -> None:
+        """Beam i goes on as beam parents[i], on the same blocks."""
+        self.tables.reorder(beams, parents)
 
     @property
     def block_fill(self) -> float:
-        """Share of the slots of held blocks that hold tokens, 0 to 1; 1 when none are held.
+        """Share of the slots of held blocks that hold tokens, 0 to 1; 1 when none are held."""
+        return self.tables.fill(self.running)
 
-        A block that several requests hold counts once.
-        """
-        num_empty: dict[int, int] = {}
-        for request in self.running:
-            num_computed = request.num_computed_tokens
-            for index in range(num_computed // self.block_size, len(request.block_ids)):
-                filled = max(0, num_computed - index * self.block_size)
-                block = request.block_ids[index]
-                empty = min(num_empty.get(block, self.block_size), self.block_size - filled)
-                num_empty[block] = empty
-        num_slots = self.block_pool.num_used * self.block_size
-        return 1 - sum(num_empty.values()) / num_slots if num_slots else 1.0
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose blocks are in host memory."""
+        return sum(request.swapped is not None for request in self.waiting)
 
     @property
     def has_requests(self) -> bool:
@@ -135,13 +133,15 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise if a block or a slot is lost, doubled or held by nobody who runs."""
-        self.block_pool.check_integrity(request.block_ids for request in self.running)
+        self.tables.check_integrity(self.running)
         slots = [request.slot for request in self.running]
         assert len(set(slots + self._free_slots)) == len(slots) + len(self._free_slots), (
             f"{slots=} {self._free_slots=}"
         )
         for request in self.waiting:
             assert not request.block_ids and request.slot is None, request.request_id
+        if self.swap_space is not None:
+            self.swap_space.check_integrity(self.waiting)
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> None:
         for request in self._runnable(decoding=True):
@@ -162,13 +162,15 @@ class Scheduler:
         """
         while self.waiting and self._free_slots and batch.num_tokens < self.max_num_batched_tokens:
             request = self.waiting[0]
+            if request.swapped is not None:
+                break
             if any(sibling.is_prefilling for sibling in request.siblings):
                 break  # soon there is a prompt to share
             if len(self._free_slots) < self._num_slots_to_start(request):
                 break
-            cached = self.prefix_cache.match(request) if self.prefix_cache else []
-            needed = self._num_blocks(request.num_tokens) - len(cached)
-            num_free = self.block_pool.num_free - sum(map(self.block_pool.is_free, cached))
+            match = self.tables.match(request)
+            needed = self.tables.num_new_blocks(request, match)
+            num_free = self.tables.num_free_besides(match)
             headroom = len(self.running)
             if request.is_beam and self._is_alone(request):
                 headroom = 0  # the others wait for this one
@@ -178,7 +180,7 @@ class Scheduler:
             if self.running and needed + headroom > num_free:
                 break
             self.waiting.popleft()
-            self._start(request, cached, needed)
+            self._start(request, match, batch)
             self._schedule_chunk(request, batch)
 
     def _num_slots_to_start(self, request: Request) -> int:
@@ -186,19 +188,63 @@ class Scheduler:
         num_fresh = sum(sibling.is_fresh for sibling in request.siblings)
         return min(num_fresh, self.max_num_seqs) if request.is_fresh else 1
 
-    def _start(self, request: Request, cached: list[int], num_new_blocks: int) -> None:
+    def _start(self, request: Request, match: PrefixMatch, batch: ScheduledBatch) -> None:
         """Run a request on blocks that hold its beginning already, and on new ones."""
-        self.running.append(request)
-        request.status = RequestStatus.RUNNING
-        request.slot = self._free_slots.pop()
-        self.block_pool.retain(cached)
-        request.block_ids = cached + self.block_pool.allocate(num_new_blocks)
-        request.num_computed_tokens = len(cached) * self.block_size
-        request.num_registered_blocks = len(cached)
+        self._run(request)
+        self.tables.start(request, match, batch.copies)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
             # What a preempted request finds again later is no hit.
             request.num_cached_tokens = request.num_computed_tokens
+
+    def _run(self, request: Request) -> None:
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+
+    def _resume_swapped(self, batch: ScheduledBatch) -> None:
+        """Bring back requests from host memory: all that left together, unless nobody else runs.
+
+        Everyone keeps room to grow, so nobody is preempted in the same step, before the blocks
+        have come back.
+        """
+        while self.waiting and (swapped := self.waiting[0].swapped) is not None:
+            siblings = [each for each in self.waiting if each.swapped is swapped]
+            fitting = siblings[: self._num_fitting(siblings)]
+            has_others = bool(self.running) and not self._is_awaited(siblings[0])
+            if not fitting and not has_others:
+                self._end_without_room(siblings[0], batch)
+                continue
+            if not fitting or (has_others and len(fitting) < len(siblings)):
+                break
+            targets: list[int | None] = [None] * swapped.num_blocks
+            for request in fitting:
+                self.waiting.remove(request)
+                self._run(request)
+                self.tables.restore(request, swapped.tables[request], targets)
+                self._drop_swapped(request)
+            batch.swap_ins.append(SwapIn(swapped, targets))
+
+    def _num_fitting(self, siblings: Sequence[Request]) -> int:
+        """How many of the requests, in order, have room to come back and to grow."""
+        num_others = 0 if self._is_awaited(siblings[0]) else len(self.running)
+        placed: set[int] = set()
+        num_new = 0
+        for count, request in enumerate(siblings, 1):
+            assert request.swapped is not None
+            table = request.swapped.tables[request]
+            placed.update(table)
+            num_new += self.tables.num_blocks(request.num_tokens) - len(table)
+            # One that comes alone has its next slot among its new blocks.
+            headroom = num_others + (count if num_others or count > 1 else 0)
+            is_too_much = len(placed) + num_new + headroom > self.block_pool.num_free
+            if count > len(self._free_slots) or is_too_much:
+                return count - 1
+        return len(siblings)
+
+    def _is_awaited(self, request: Request) -> bool:
+        """Whether all who run are beams that wait for this one."""
+        return request.is_beam and bool(self.running) and self._is_alone(request)
 
     def _runnable(self, *, decoding: bool) -> Iterator[Request]:
         """Running requests that have tokens to compute: one (decoding) or several.
@@ -240,42 +286,24 @@ class Scheduler:
                 break
             if sibling.is_fresh:
                 self.waiting.remove(sibling)
-                self._start(sibling, row.request.block_ids, num_new_blocks=0)
+                self._run(sibling)
+                self.tables.share(sibling, row.request)
+                sibling.first_scheduled_time = time.monotonic()
                 sibling.num_computed_tokens = row.request.num_prompt_tokens
-                sibling.num_cached_tokens = sibling.num_registered_blocks = 0
                 row.forks.append(sibling)
 
     def _grow(self, request: Request, batch: ScheduledBatch) -> bool:
-        """Give the request a slot of its own for one more token: a new block, or a copy of one
-        that it shares. Later arrivals are preempted if need be."""
-        while self._num_blocks_to_grow(request) > self.block_pool.num_free:
+        """Give the request a slot of its own for one more token. Later arrivals are preempted if
+        need be."""
+        while self.tables.num_blocks_to_grow(request) > self.block_pool.num_free:
             if self._is_alone(request) and (request.is_beam or len(self.running) == 1):
                 self._end_without_room(request, batch)
                 return False
             self._make_room(batch)
             if request.status is not RequestStatus.RUNNING:
                 return False
-        tail = request.num_computed_tokens // self.block_size
-        if tail == len(request.block_ids):
-            request.block_ids.extend(self.block_pool.allocate(1))
-        elif self._is_shared(request.block_ids[tail]):
-            self._copy_block(request, tail, batch)
+        self.tables.grow(request, batch.copies)
         return True
-
-    def _num_blocks_to_grow(self, request: Request) -> int:
-        tail = request.num_computed_tokens // self.block_size
-        return int(tail == len(request.block_ids) or self._is_shared(request.block_ids[tail]))
-
-    def _is_shared(self, block: int) -> bool:
-        return self.block_pool.reference_count(block) > 1
-
-    def _copy_block(self, request: Request, index: int, batch: ScheduledBatch) -> None:
-        """Copy on write. A new list: the table changes before its end."""
-        [copy] = self.block_pool.allocate(1)
-        shared = request.block_ids[index]
-        batch.copies.append((shared, copy))
-        request.block_ids = [*request.block_ids[:index], copy, *request.block_ids[index + 1 :]]
-        self.block_pool.release([shared])
 
     def _is_alone(self, request: Request) -> bool:
         """Whether nobody runs but siblings of the request."""
@@ -287,24 +315,51 @@ class Scheduler:
         victims = [request for request in self.running if request in latest.siblings]
         if len(victims) == len(self.running):
             victims = [latest]
+        self._swap_out(victims, batch)
         for victim in reversed(victims):
             self._preempt(victim, batch)
 
+    def _swap_out(self, victims: Sequence[Request], batch: ScheduledBatch) -> None:
+        """Move what the victims have computed to host memory, if that is the cheaper way."""
+        if self.swap_space is None:
+            return
+        assert not batch.swap_ins, "whoever comes back has room for all"
+        # A copy that a victim got in this very step is not made yet: it is in the original.
+        originals = {copy: source for source, copy in batch.copies}
+        tables = {}
+        for victim in victims:
+            if victim.is_beam:  # it reports again, which takes its last token
+                computed = min(victim.num_computed_tokens, len(victim.token_ids) - 1)
+                victim.num_computed_tokens = computed
+            num_blocks = self.tables.num_blocks(victim.num_computed_tokens)
+            tables[victim] = [
+                originals.get(block, block) for block in victim.block_ids[:num_blocks]
+            ]
+        num_blocks = len({block for table in tables.values() for block in table})
+        num_tokens = min(
+            num_blocks * self.tables.block_size,
+            sum(victim.num_computed_tokens for victim in victims),
+        )
+        if self.swap_space.takes(num_tokens=num_tokens, num_blocks=num_blocks):
+            batch.swap_outs.append(self.swap_space.put(tables))
+
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         self.running.remove(request)
-        self._release(request)
         self._unschedule(request, batch)
-        request.num_computed_tokens = 0
+        self._release(request)
+        if request.swapped is None:
+            request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
         batch.preempted.append(request)
 
     def _unschedule(self, request: Request, batch: ScheduledBatch) -> None:
-        """A sibling of the one that needs room may have had its turn in this step already."""
-        if any(row.request is request for row in batch.decodes):
-            batch.decodes = [row for row in batch.decodes if row.request is not request]
-            batch.num_tokens -= 1
+        """A sibling of the one that needs room may have had its turn in this step already, and
+        may have got a copy of a block, which somebody else may get now."""
+        held = set(request.block_ids)
+        batch.copies = [copy for copy in batch.copies if copy[1] not in held]
+        batch.drop_rows(request)
 
     def _end_without_room(self, request: Request, batch: ScheduledBatch) -> None:
         """Nobody is left to preempt: the answer ends with the tokens that are on their way.
@@ -327,17 +382,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
-        self._register_blocks(request)
-        # Tails first, to be evicted first: a head is of use without its tail, not the reverse.
-        self.block_pool.release(reversed(request.block_ids))
-        request.block_ids = []
-        request.num_registered_blocks = 0
+        self.tables.release(request)
         self._free_slots.append(request.slot)
         request.slot = None
 
-    def _register_blocks(self, request: Request) -> None:
-        if self.prefix_cache is not None:
-            self.prefix_cache.register(request)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _drop_swapped(self, request: Request) -> None:
+        if self.swap_space is not None:
+            self.swap_space.drop(request)

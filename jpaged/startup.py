@@ -14,6 +14,7 @@ from jpaged.kv_cache import (
     MemoryBudget,
     block_bytes,
     choose_num_blocks,
+    choose_num_swap_blocks,
     device_memory_limit,
     fit_max_model_len,
     kv_cache_spec,
@@ -69,6 +70,7 @@ def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
         inputs,
         Metrics(model_name=model_name, max_model_len=max_model_len),
         enable_prefix_caching=config.enable_prefix_caching,
+        preemption_mode=config.preemption_mode,
         check_invariants=config.check_invariants,
     )
     return LoadedEngine(engine, model_name, tokenizer, max_model_len)
@@ -110,18 +112,21 @@ def plan_memory(
         weights=model.num_bytes,
         programs=measured_program_bytes(spec) if must_measure(config) else 0,
     )
+    block_num_bytes = block_bytes(model.config, model.dtype, config.block_size)
     num_blocks = choose_num_blocks(
-        config,
-        budget,
-        block_num_bytes=block_bytes(model.config, model.dtype, config.block_size),
-        max_model_len=max_model_len,
+        config, budget, block_num_bytes=block_num_bytes, max_model_len=max_model_len
     )
     max_model_len = fit_max_model_len(config, num_blocks, max_model_len)
     kv_cache = kv_cache_spec(
         model.config, attention, model.dtype, num_blocks=num_blocks, block_size=config.block_size
     )
-    num_table_blocks = -(-max_model_len // config.block_size)
-    return replace(spec, kv_cache=kv_cache, num_table_blocks=num_table_blocks), max_model_len
+    spec = replace(
+        spec,
+        kv_cache=kv_cache,
+        num_table_blocks=-(-max_model_len // config.block_size),
+        num_swap_blocks=choose_num_swap_blocks(config, block_num_bytes=block_num_bytes),
+    )
+    return spec, max_model_len
 
 
 def must_measure(config: EngineConfig) -> bool:

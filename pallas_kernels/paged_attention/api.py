@@ -67,6 +67,15 @@ class PagedAttention(Protocol):
         """
         ...
 
+    def gather_blocks(self, pool: Array, blocks: Int[Array, "P"]) -> Array:
+        """Copies of blocks of one layer, in order: [P, ...]."""
+        ...
+
+    def scatter_blocks(self, pool: Array, blocks: Int[Array, "P"], values: Array) -> Array:
+        """Put back what `gather_blocks` returned, in place when the pool is donated; into
+        different blocks, if need be. A block past the end of the pool is left out."""
+        ...
+
     def attend(
         self, query: Float[Array, "T H D"], pool: Array, plan: Any, *, scale: float
     ) -> Float[Array, "T H D"]:

@@ -115,6 +115,19 @@ class XlaPagedAttention:
     ) -> Float[Array, "N B K2 D"]:
         return pool.at[targets].set(pool[sources], mode="drop")
 
+    def gather_blocks(
+        self, pool: Float[Array, "N B K2 D"], blocks: Int[Array, "P"]
+    ) -> Float[Array, "P B K2 D"]:
+        return pool[blocks]
+
+    def scatter_blocks(
+        self,
+        pool: Float[Array, "N B K2 D"],
+        blocks: Int[Array, "P"],
+        values: Float[Array, "P B K2 D"],
+    ) -> Float[Array, "N B K2 D"]:
+        return pool.at[blocks].set(values, mode="drop")
+
     def attend(
         self,
         query: Float[Array, "T H D"],

@@ -29,6 +29,8 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("gpu_memory_utilization", ["--gpu-memory-utilization", "0.5"], 0.5),
     ("kv_cache_memory_bytes", ["--kv-cache-memory-bytes", "2G"], 2**31),
     ("num_gpu_blocks_override", ["--num-gpu-blocks-override", "50"], 50),
+    ("swap_space", ["--swap-space", "0.5"], 0.5),
+    ("preemption_mode", ["--preemption-mode", "recompute"], "recompute"),
     ("attention_backend", ["--attention-backend", "xla"], "xla"),
     ("seed", ["--seed", "-3"], -3),
     ("compilation_cache_dir", ["--compilation-cache-dir", "/cache"], "/cache"),

@@ -113,6 +113,12 @@ def test_answers_do_not_depend_on_how_they_ran(folder, make_llm):
         {"max_num_seqs": 4},
         {"num_gpu_blocks_override": 14},
         {"enable_prefix_caching": False, "num_gpu_blocks_override": 14},
+        {"num_gpu_blocks_override": 14, "preemption_mode": "swap"},
+        {
+            "num_gpu_blocks_override": 14,
+            "preemption_mode": "swap",
+            "enable_prefix_caching": False,
+        },
         {"block_size": 8},
     ):
         llm = make_llm(folder, **engine_options)

@@ -3,6 +3,7 @@ preempted, alone or among others, one of one or one of three: token ids are equa
 within 1e-4 in float32."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -47,6 +48,15 @@ def first_answer(llm, kind: str, n: int, *, is_alone: bool):
     return [outputs[position].outputs[0] for position in positions]
 
 
+def preemptions(llm) -> list[float]:
+    """All so far, and those that moved blocks to host memory."""
+    rendered = llm.engine.metrics.render()[0].decode()
+    return [
+        float(re.search(rf"^jpaged:{name}_total{{.*}} (.*)$", rendered, re.M)[1])
+        for name in ("num_preemptions", "num_swap_outs")
+    ]
+
+
 @pytest.fixture(scope="module")
 def expected(folder, make_llm):
     """Computed whole, without cache or pressure."""
@@ -56,14 +66,16 @@ def expected(folder, make_llm):
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("budget", [16, 64, 128])
-@pytest.mark.parametrize("num_blocks", [14, 200])
-def test_answers_never_change(folder, make_llm, expected, cache, budget, num_blocks):
+@pytest.mark.parametrize("memory", ["roomy", "recompute", "swap"])
+def test_answers_never_change(folder, make_llm, expected, cache, budget, memory):
+    pressure = {"num_gpu_blocks_override": 14, "preemption_mode": memory}
     llm = make_llm(
         folder,
         enable_prefix_caching=cache,
         max_num_batched_tokens=budget,
-        num_gpu_blocks_override=num_blocks,
+        **({} if memory == "roomy" else pressure),
     )
+    before = preemptions(llm)
     for kind, is_alone, n in itertools.product(KINDS, (True, False), (1, 3)):
         for answer in first_answer(llm, kind, n, is_alone=is_alone):
             case = f"{kind} {is_alone=} {n=}"
@@ -73,3 +85,8 @@ def test_answers_never_change(folder, make_llm, expected, cache, budget, num_blo
                 for side in (answer.logprobs, expected[kind].logprobs)
             )
             np.testing.assert_allclose(got, wanted, atol=1e-4, err_msg=case)
+    num_preemptions, num_swaps = (
+        now - old for now, old in zip(preemptions(llm), before, strict=True)
+    )
+    assert (num_preemptions > 20) == (memory != "roomy")
+    assert (num_swaps > 20) == (memory == "swap")

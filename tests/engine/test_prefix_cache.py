@@ -1,5 +1,7 @@
 """The prefix cache: what is found, what must not be, and answers that never change."""
 
+from os.path import commonprefix
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +25,7 @@ def make_request(token_ids, cache_keys=None) -> Request:
 def computed(cache: PrefixCache, token_ids, cache_keys=None) -> Request:
     """A request whose tokens are all computed, still holding its blocks."""
     request = make_request(token_ids, cache_keys)
-    cached = cache.match(request)
+    cached = cache.match(request).blocks
     cache.block_pool.retain(cached)
     num_blocks = -(-len(request.token_ids) // cache.block_size)
     request.block_ids = cached + cache.block_pool.allocate(num_blocks - len(cached))
@@ -41,23 +43,20 @@ def computed(cache: PrefixCache, token_ids, cache_keys=None) -> Request:
         max_size=12,
     )
 )
-def test_matches_are_the_longest_common_prefix_in_blocks(prompts):
+def test_matches_are_the_longest_common_prefix(prompts):
     """O-08: the same block behind another one is another block; salts never meet."""
     cache = PrefixCache(BlockPool(200), block_size=BLOCK_SIZE)
     seen: list[tuple[list[int], str]] = []
     for tokens, salt in prompts:
-        matched = len(cache.match(make_request(tokens, {"cache_salt": salt})))
+        match = cache.match(make_request(tokens, {"cache_salt": salt}))
         best = 0
         for other, other_salt in seen:
-            full = len(other) // BLOCK_SIZE
-            common = 0
-            while common < min(full, (len(tokens) - 1) // BLOCK_SIZE):
-                end = (common + 1) * BLOCK_SIZE
-                if other[:end] != tokens[:end]:
-                    break
-                common += 1
-            best = max(best, common if salt == other_salt else 0)
-        assert matched == best
+            full = other[: len(other) // BLOCK_SIZE * BLOCK_SIZE]  # others' tails are not known
+            if salt == other_salt:
+                best = max(best, len(commonprefix([tokens[:-1], full])))
+        assert match.num_tokens == best
+        assert len(match.blocks) == best // BLOCK_SIZE
+        assert (match.partial_block is not None) == (best % BLOCK_SIZE > 0)
         request = computed(cache, tokens, {"cache_salt": salt})
         for index, digest in enumerate(request.block_digests):
             start = index * BLOCK_SIZE
@@ -65,6 +64,7 @@ def test_matches_are_the_longest_common_prefix_in_blocks(prompts):
             parent = parent or root_digest({"cache_salt": salt})
             assert digest == block_digest(parent, tokens[start : start + BLOCK_SIZE])
         seen.append((tokens, salt))
+        cache.check_integrity([request])
 
 
 def test_only_computed_and_known_tokens_are_registered():
@@ -79,6 +79,39 @@ def test_only_computed_and_known_tokens_are_registered():
     request.num_computed_tokens, request.num_in_flight_tokens = 12, 4
     cache.register(request)
     assert request.num_registered_blocks == 2
+
+
+def test_a_beginning_is_copied_if_it_is_long_enough():
+    """Blocks of 16: sharing less than 4 tokens of one is not worth a copy; the best one wins."""
+    cache = PrefixCache(BlockPool(40), block_size=16)
+    first = computed(cache, range(40))
+    other = computed(cache, [*range(16 + 6), *range(100, 130)])
+    for num_equal, block, num_copied in [
+        (3, None, 0),
+        (4, other.block_ids[1], 4),  # both begin so: the newest one
+        (7, first.block_ids[1], 7),
+        (16, None, 0),  # a full block, found as such
+    ]:
+        match = cache.match(make_request([*range(16 + num_equal), 90, 91]))
+        expected = first.block_ids[: 2 if num_equal == 16 else 1]
+        assert (match.blocks, match.partial_block) == (expected, block)
+        assert match.num_tokens == len(expected) * 16 + num_copied
+
+
+def test_many_continuations_are_not_all_compared():
+    """A popular prefix may have thousands: only the newest are looked at, and blocks that were
+    handed out again are forgotten on the way."""
+    pool = BlockPool(64)
+    cache = PrefixCache(pool, block_size=16)
+    for number in range(40):
+        request = computed(cache, [*range(16), 1, 2, 3, 4, 5, 6, *range(number, number + 20)])
+        pool.release(reversed(request.block_ids))
+        cache.check_integrity([])
+    probe = make_request([*range(16), 1, 2, 3, 4, 5, 6, 0, 1, 2, 3])
+    assert cache.match(probe).num_tokens == 16 + 6  # the one from 0 on is too old
+    pool.release(pool.allocate(64))
+    assert cache.match(probe).num_tokens == 0
+    cache.check_integrity([])
 
 
 def test_digests_cannot_be_confused():
@@ -105,9 +138,9 @@ def answer(llm, prompt, params=GREEDY):
     return output.outputs[0].token_ids, output.num_cached_tokens
 
 
-@pytest.mark.parametrize("length,cached", [(31, 16), (32, 16), (33, 32)])
+@pytest.mark.parametrize("length,cached", [(31, 30), (32, 31), (33, 32)])
 def test_repeating_a_prompt(folder, make_llm, length, cached):
-    """O-05: at least the last token is computed again, and the answer stays the same."""
+    """O-05: the last token is computed again, and no other; the answer stays the same."""
     cold = make_llm(folder, enable_prefix_caching=False)
     expected, hits = answer(cold, tokens(length))
     assert hits == 0
@@ -129,7 +162,7 @@ def test_evicted_blocks_are_not_found(folder, make_llm):
     for name in "abcabba":
         token_ids, num_cached = answer(llm, prompts[name])
         assert token_ids == expected[name]
-        assert num_cached <= 48
+        assert num_cached <= 63
         llm.engine.scheduler.check_integrity()
 
 
@@ -140,7 +173,7 @@ def test_salts_separate_tenants(folder, make_llm):
     for salt in ("tenant-a", "tenant-b", None, "tenant-a", "tenant-b", None):
         prompt = tokens(64, first=50) | ({} if salt is None else {"cache_salt": salt})
         hits.append(answer(llm, prompt)[1])
-    assert hits == [0, 0, 0, 48, 48, 48]
+    assert hits == [0, 0, 0, 63, 63, 63]
     for salt in (7, "", ["a"]):
         with pytest.raises(RequestError, match="cache_salt"):
             answer(llm, tokens(3) | {"cache_salt": salt})
@@ -150,7 +183,7 @@ def test_a_weak_digest_would_be_noticed(folder, make_llm, monkeypatch):
     """O-08: with 4-bit digests answers go wrong, so the comparison below can fail; with the real
     ones they do not."""
     cold = make_llm(folder, enable_prefix_caching=False)
-    llm = make_llm(folder)
+    llm = make_llm(folder, check_invariants=False)  # they would notice, too
     random = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": random.integers(0, 200, 48).tolist()} for _ in range(30)]
     expected = [answer(cold, prompt)[0] for prompt in prompts]
@@ -172,7 +205,7 @@ def test_answers_in_a_batch_with_shared_prefixes(folder, make_llm):
     expected = [answer(cold, prompt)[0] for prompt in prompts]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert outputs[0].num_cached_tokens == 0 and outputs[-1].num_cached_tokens == 32
+    assert outputs[0].num_cached_tokens == 0 and outputs[-1].num_cached_tokens == 40
 
 
 def test_preempted_requests_are_no_hits(folder, make_llm):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.programs import lower_copy, lower_forward, lower_sample
+from jpaged.programs import lower_copy, lower_forward, lower_sample, lower_swap_in
 from jpaged.startup import measured_program_bytes
 from tests.random_llama import save_random_llama
 
@@ -21,12 +21,13 @@ def spec(llm):
     return llm.engine._runner.spec
 
 
-@pytest.mark.parametrize("program", ["decode", "mixed", "copy"])
+@pytest.mark.parametrize("program", ["decode", "mixed", "copy", "swap in"])
 def test_programs_do_not_copy_the_pool(spec, program):
     compiled = {
         "decode": lambda: lower_forward(spec, spec.forward_shape(8, decode_only=True)),
         "mixed": lambda: lower_forward(spec, spec.forward_shape(8, decode_only=False)),
         "copy": lambda: lower_copy(spec, 4),
+        "swap in": lambda: lower_swap_in(spec, 4),
     }[program]().compile()
     pool_shape = ",".join(map(str, spec.kv_cache.layer_shape))
     pool_ops = re.findall(rf"= f32\[{pool_shape}\]\S* (\w[\w-]*)\(", compiled.as_text())

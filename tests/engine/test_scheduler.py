@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from jpaged.block_pool import BlockPool
 from jpaged.errors import RequestError
 from jpaged.outputs import FinishReason
+from jpaged.prefill_clock import PrefillClock
 from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduled_batch import ScheduledBatch
 from jpaged.scheduler import Scheduler
+from jpaged.swap import PreemptionCosts, SwapSpace
 
 STOP_TOKEN = 7
 
@@ -40,20 +42,31 @@ class Simulation:
     """
 
     def __init__(
-        self, *, num_blocks, block_size=4, max_num_seqs=3, budget=8, stops_after=None, cache=False
+        self,
+        *,
+        num_blocks,
+        block_size=4,
+        max_num_seqs=3,
+        budget=8,
+        stops_after=None,
+        cache=False,
+        num_swap_blocks=0,
     ):
+        costs = PreemptionCosts(swap_seconds=1.0, prefill_clock=PrefillClock())
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=cache,
+            swap_space=SwapSpace(num_swap_blocks, mode="swap", costs=costs),
         )
         self.block_size, self.budget, self.max_num_seqs = block_size, budget, max_num_seqs
         self.stops_after = stops_after or {}
         self.in_flight: list[Request] = []
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_swapped = 0
 
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
@@ -65,6 +78,7 @@ class Simulation:
         self.in_flight = sampled
         self.num_steps += 1
         self.num_preemptions += len(batch.preempted)
+        self.num_swapped += sum(len(out.swapped.tables) for out in batch.swap_outs)
         self.scheduler.check_integrity()
         return batch
 
@@ -91,6 +105,9 @@ class Simulation:
             block = row.request.block_ids[row.start // self.block_size]
             assert pool.reference_count(block) == 1
         assert len(batch.copies) <= self.max_num_seqs
+        targets = [target for _, target in batch.copies]
+        assert len(set(targets)) == len(targets), "which copy wins is undefined"
+        assert not (batch.swap_ins and batch.swap_outs)
         for row in rows:
             end = row.start + row.num_tokens
             assert row.request.num_computed_tokens == end
@@ -121,9 +138,10 @@ REQUESTS = st.lists(
     budget=st.integers(4, 24),
     abort_at=st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=3),
     cache=st.booleans(),
+    num_swap_blocks=st.sampled_from([0, 4, 100]),
 )
 def test_every_request_ends_as_it_should(
-    requests, num_blocks, max_num_seqs, budget, abort_at, cache
+    requests, num_blocks, max_num_seqs, budget, abort_at, cache, num_swap_blocks
 ):
     """O-04, O-14: under pressure, with stops and aborts, all end with exactly their tokens."""
     stops = {str(number): stop for number, (_, _, stop, _, _) in enumerate(requests)}
@@ -133,6 +151,7 @@ def test_every_request_ends_as_it_should(
         budget=budget,
         stops_after=stops,
         cache=cache,
+        num_swap_blocks=num_swap_blocks,
     )
     made = [
         make_group(str(number), prompt, out, count)
@@ -164,6 +183,7 @@ def test_every_request_ends_as_it_should(
         if number in aborted:
             assert group[0].finish_reason is FinishReason.ABORT
     assert simulation.scheduler.block_pool.num_used == 0
+    assert simulation.scheduler.swap_space.num_used == 0
 
 
 def test_first_come_first_served():

@@ -172,14 +172,16 @@ def test_aborted_before_the_first_token(
 def test_steps(metrics: Metrics) -> None:
     """O-63: a count that goes down is dropped, and does not raise in the engine's loop."""
     state = {"num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.5, "kv_cache_block_fill": 0.9}
-    metrics.record_step(**state, num_tokens=10, num_preemptions=1)
-    metrics.record_step(**state, num_tokens=0, num_preemptions=-1)
+    metrics.record_step(**state, num_tokens=10, num_preemptions=1, num_swap_outs=1, num_swapped=2)
+    metrics.record_step(**state, num_tokens=0, num_preemptions=-1, num_swap_outs=-1, num_swapped=1)
     found = values(metrics.render()[0])
     assert found["num_requests_running"] == 3
     assert found["num_requests_waiting"] == 2
+    assert found["num_requests_swapped"] == 1
     assert found["kv_cache_usage_perc"] == 0.5
     assert found["kv_cache_block_fill_perc"] == 0.9
     assert found["num_preemptions_total"] == 1
+    assert found["num_swap_outs_total"] == 1
     assert found["iteration_tokens_total_count"] == 1
 
 
@@ -196,5 +198,5 @@ def test_recording_is_cheap(metrics: Metrics, make_request: Callable[[], Request
 def test_engines_do_not_share_numbers() -> None:
     first, second = (Metrics(model_name="m", max_model_len=100) for _ in range(2))
     state = {"num_running": 1, "num_waiting": 0, "kv_cache_usage": 0.0, "kv_cache_block_fill": 1.0}
-    first.record_step(**state, num_tokens=1, num_preemptions=1)
+    first.record_step(**state, num_tokens=1, num_preemptions=1, num_swap_outs=1, num_swapped=2)
     assert values(second.render()[0])["num_preemptions_total"] == 0
