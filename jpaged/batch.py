@@ -108,6 +108,7 @@ class SamplingInput:
     positions: the sampled token's position in its sequence; with the seed it decides the noise.
     seeds_low, seeds_high: the two halves of a 64-bit seed.
     num_logprobs: most likely tokens to report; 0 reports the sampled one alone, -1 nothing.
+    targets: the token whose log-probability is reported instead of the sampled one's; -1: none.
     """
 
     slots: Int[Array, "S"]
@@ -116,13 +117,14 @@ class SamplingInput:
     seeds_high: Int[Array, "S"]
     top_k: Int[Array, "S"]
     num_logprobs: Int[Array, "S"]
+    targets: Int[Array, "S"]
     temperature: Float[Array, "S"]
     top_p: Float[Array, "S"]
 
 
-NUM_SAMPLING_INTS = 6
+NUM_SAMPLING_INTS = 7
 NUM_SAMPLING_FLOATS = len(fields(SamplingInput)) - NUM_SAMPLING_INTS
 
 
-def unpack_sampling(ints: Int[Array, "6 S"], floats: Float[Array, "2 S"]) -> SamplingInput:
+def unpack_sampling(ints: Int[Array, "7 S"], floats: Float[Array, "2 S"]) -> SamplingInput:
     return SamplingInput(*ints, *floats)

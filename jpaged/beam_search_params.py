@@ -23,7 +23,7 @@ class BeamSearchParams:
         so values above 0 favour long answers.
     early_stopping: stop as soon as there are `beam_width` answers, instead of when no better one
         is likely.
-    logprobs: report the log-probability of every token of an answer.
+    logprobs, prompt_logprobs: report the log-probabilities of answers' tokens, of the prompt's.
 
     The others are those of `SamplingParams`. Raises `RequestError` that names the field.
     """
@@ -40,6 +40,7 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_int("beam_width", self.beam_width, low=1, high=MAX_REPORTED_TOKENS // 2)
@@ -47,6 +48,8 @@ class BeamSearchParams:
             check_int("n", self.n, low=1, high=self.beam_width)
         check_number("length_penalty", self.length_penalty, low=-100.0, high=100.0)
         check_bool("early_stopping", self.early_stopping)
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, low=1)
         # The rest is checked by what each beam runs with.
         object.__setattr__(self, "stop", self.sampling_params.stop)
         object.__setattr__(self, "stop_token_ids", self.sampling_params.stop_token_ids)
@@ -73,6 +76,7 @@ class BeamSearchParams:
             skip_special_tokens=self.skip_special_tokens,
             detokenize=self.detokenize,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def num_candidates(self, num_stop_token_ids: int) -> int:

@@ -32,6 +32,11 @@ class BlockTables:
         if self.prefix_cache is not None:
             self.prefix_cache.register(request)
 
+    def keep_scores(self, request: Request, positions: range) -> None:
+        """Let others find log-probabilities of the prompt that have become known."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.keep_scores(request, positions)
+
     def match(self, request: Request) -> PrefixMatch:
         """What the request need not compute, as it is in the pool."""
         return PrefixMatch() if self.prefix_cache is None else self.prefix_cache.match(request)
@@ -52,6 +57,7 @@ class BlockTables:
         request.block_ids = match.blocks + new_blocks
         request.num_computed_tokens = match.num_tokens
         request.num_registered_blocks = len(match.blocks)
+        request.append_scores(0, match.scores)
         # Even if it was just handed out anew, nobody writes to the block before the copy is made.
         if match.partial_block is not None:
             copies.append((match.partial_block, new_blocks[0]))
@@ -124,6 +130,13 @@ class BlockTables:
             beam.block_ids = []
         for beam, state in zip(beams, states, strict=False):
             beam.block_ids, beam.block_digests, beam.num_registered_blocks = state
+
+    def written(self, request: Request, copies: Copies) -> list[int]:
+        """The blocks that hold what launched steps have computed for the request."""
+        # A copy of the step that is being planned is not made yet: the original has it all.
+        originals = {copy: source for source, copy in copies}
+        num_blocks = self.num_blocks(request.num_computed_tokens)
+        return [originals.get(block, block) for block in request.block_ids[:num_blocks]]
 
     def release(self, request: Request) -> None:
         """Give everything back. The content stays known until the blocks are handed out again."""

@@ -17,7 +17,7 @@ from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.prefill_clock import PrefillClock
 from jpaged.request import Request, RequestStatus
 from jpaged.request_group import RequestGroup
-from jpaged.runner import LaunchedStep, Runner
+from jpaged.runner import LaunchedStep, Runner, Scored
 from jpaged.scheduled_batch import ScheduledBatch
 from jpaged.scheduler import Scheduler
 from jpaged.swap import PreemptionCosts, SwapSpace
@@ -107,8 +107,11 @@ class Engine:
                 param="index",
             )
         parent = group.requests[index]
-        if parent.is_finished:
-            raise RequestError(f"answer {index} is finished: nothing to go on from", param="index")
+        if parent.is_finished or parent.max_tokens == 0:
+            raise RequestError(
+                f"answer {index} is finished or only scores its prompt: nothing goes on from there",
+                param="index",
+            )
         child = group.fork(parent, secrets.randbits(63) if seed is None else seed)
         self._groups[child] = group
         self.scheduler.fork(parent, child)
@@ -172,7 +175,12 @@ class Engine:
         tokens, logprobs = step.read_tokens(), step.read_logprobs()
         read = time.perf_counter()
         progressed = []
-        for request, token, token_logprobs in zip(step.requests, tokens, logprobs, strict=True):
+        num_sampled = len(tokens)
+        # First, so that a first token comes with all that is known of the prompt.
+        progressed += self._process_scores(step.scored, logprobs[num_sampled:])
+        for request, token, token_logprobs in zip(
+            step.requests, tokens, logprobs[:num_sampled], strict=True
+        ):
             # A step ahead, one token more may have been sampled than the answer has.
             if request.is_finished:
                 continue
@@ -182,11 +190,30 @@ class Engine:
             else:
                 self._append(request, token, token_logprobs)
                 progressed.append(request)
-        self._prefill_clock.record(step.trace, has_result=bool(step.requests), now=read)
+        has_result = bool(step.requests or step.scored)
+        self._prefill_clock.record(step.trace, has_result=has_result, now=read)
         timings.num_steps += 1
         timings.waiting += read - started
         timings.processing += time.perf_counter() - read
         return progressed
+
+    def _process_scores(
+        self, scored: list[Scored], scores: list[TokenLogprobs | None]
+    ) -> list[Request]:
+        """Take in log-probabilities of prompts. Returns requests that wanted nothing else."""
+        finished, index = [], 0
+        for request, positions in scored:
+            own = scores[index : index + len(positions)]
+            index += len(positions)
+            if request.is_finished:
+                continue
+            request.append_scores(positions.start, own)
+            self.scheduler.tables.keep_scores(request, positions)
+            if request.max_tokens == 0 and request.is_scored:
+                request.finish(FinishReason.LENGTH)
+                self.scheduler.retire(request)
+                finished.append(request)
+        return finished
 
     def _report(
         self, group: BeamGroup, beam: Request, logprobs: TokenLogprobs | None
@@ -233,16 +260,15 @@ class Engine:
         assert request.last_token_time is not None
         if last_token_time is None:
             self.metrics.record_first_token(request)
-            if request.index == 0:  # its siblings share the prompt and look nothing up
-                self.metrics.record_prefix_cache(
-                    num_queried=request.num_prompt_tokens, num_hit=request.num_cached_tokens
-                )
+            self.metrics.record_prompt(request)
             self.metrics.record_tokens(request, 1, None)
         else:
             self.metrics.record_tokens(request, 1, request.last_token_time - last_token_time)
 
     def _forget(self, request: Request) -> None:
         del self._groups[request]
+        if request.params.max_tokens == 0 and request.is_scored:
+            self.metrics.record_prompt(request)
         self.metrics.record_finished(request)
 
     def _record(self, batch: ScheduledBatch) -> None:

@@ -138,7 +138,7 @@ class InputProcessor:
     def _max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
         """Tokens that may be generated: all that is left of the context when none are named."""
         limit, left = self.max_model_len, self.max_model_len - num_prompt_tokens
-        if left < 1:
+        if left < 1 and not (wanted == 0 and left == 0):
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens, and the model's context holds {limit} "
                 "with at least one of them for the answer. Shorten the prompt.",

@@ -85,16 +85,17 @@ class Metrics:
         _add(self._num_preemptions, num_preemptions)
         _add(self._num_swap_outs, num_swap_outs)
 
-    def record_prefix_cache(self, *, num_queried: int, num_hit: int) -> None:
-        """Prompt tokens looked up in the prefix cache, and those of them found there."""
-        _add(self._prefix_cache_queries, num_queried)
-        _add(self._prefix_cache_hits, num_hit)
+    def record_prompt(self, request: Request) -> None:
+        """Its prompt is computed. Siblings share it: they look nothing up in the prefix cache."""
+        _add(self._prompt_tokens, request.num_prompt_tokens)
+        if request.index == 0:
+            _add(self._prefix_cache_queries, request.num_prompt_tokens)
+            _add(self._prefix_cache_hits, request.num_cached_tokens)
 
     def record_first_token(self, request: Request) -> None:
-        """The prompt is computed and the first token is there; `record_tokens` counts it."""
+        """The first token is there; `record_tokens` counts it, and `record_prompt` the prompt."""
         assert request.first_token_time is not None, f"{request.request_id} has no token"
         self._time_to_first_token.observe(request.first_token_time - request.arrival_time)
-        _add(self._prompt_tokens, request.num_prompt_tokens)
 
     def record_tokens(
         self, request: Request, num_new_tokens: int, seconds_since_last: float | None

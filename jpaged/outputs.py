@@ -23,9 +23,9 @@ class RequestTiming:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one generated token, in the model's own distribution.
+    """Log-probabilities at one token, in the model's own distribution.
 
-    logprob: of the generated token. top: (token id, log-probability) of the most likely tokens,
+    logprob: of the token itself. top: (token id, log-probability) of the most likely tokens,
     best first; as many as were asked for.
     """
 
@@ -62,6 +62,8 @@ class RequestOutput:
 
     prompt: None when the prompt came as token ids.
     num_cached_tokens: prompt tokens that were not computed but found in the prefix cache.
+    prompt_logprobs: an entry a prompt token once all are there, that of the first token being
+        None; None when none were asked for.
     """
 
     request_id: str
@@ -70,4 +72,5 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     timing: RequestTiming

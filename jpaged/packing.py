@@ -9,6 +9,7 @@ from jpaged.batch import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS, ForwardShape
 from jpaged.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 NO_LOGPROBS = -1
+NO_TARGET = -1
 
 
 def pack_forward(
@@ -28,6 +29,11 @@ def pack_forward(
     views["query_starts"][len(rows) + 1 :] = len(token_ids)
     views["num_decodes"][...] = len(batch.decodes)
     outputs = [end - 1 for row, end in zip(rows, ends, strict=True) for _ in row.sampled]
+    outputs += [
+        end - row.num_tokens + position - 1 - row.start
+        for row, end in zip(rows, ends, strict=True)
+        for position in row.scored
+    ]
     views["output_tokens"][: len(outputs)] = outputs
     return packed
 
@@ -42,12 +48,16 @@ def _token_ids(row: ScheduledRequest) -> Sequence[int]:
 
 def pack_sampling(
     batch: ScheduledBatch, num_rows: int, padding_slot: int
-) -> tuple[Int[np.ndarray, "6 S"], Float[np.ndarray, "2 S"]]:
-    """Padding rows are greedy, so they never make a cheap batch an expensive one."""
+) -> tuple[Int[np.ndarray, "7 S"], Float[np.ndarray, "2 S"]]:
+    """Sampled rows, then prompt tokens to score, as `pack_forward` orders their hidden states.
+
+    Padding rows are greedy, so they never make a cheap batch an expensive one.
+    """
     ints = np.zeros((NUM_SAMPLING_INTS, num_rows), np.int32)
     floats = np.zeros((NUM_SAMPLING_FLOATS, num_rows), np.float32)
     ints[0] = padding_slot
     ints[5] = NO_LOGPROBS
+    ints[6] = NO_TARGET
     floats[1] = 1.0
     for index, (request, position) in enumerate(batch.sampled):
         params = request.params
@@ -56,8 +66,15 @@ def pack_sampling(
         seed = _signed(low), _signed(high)
         wanted = request.num_reported_logprobs
         num_logprobs = NO_LOGPROBS if wanted is None else wanted
-        ints[:, index] = (request.running_slot, position, *seed, params.top_k, num_logprobs)
+        ints[:6, index] = (request.running_slot, position, *seed, params.top_k, num_logprobs)
         floats[:, index] = (0.0 if params.is_greedy else params.temperature, params.top_p)
+    index = len(batch.sampled)
+    for row in batch.scored_rows:
+        assert row.request.num_prompt_logprobs is not None
+        for position in row.scored:
+            ints[5, index] = row.request.num_prompt_logprobs
+            ints[6, index] = row.request.token_ids[position]
+            index += 1
     return ints, floats
 
 

@@ -17,6 +17,7 @@ from itertools import islice
 from os.path import commonprefix
 
 from jpaged.block_pool import BlockPool
+from jpaged.outputs import TokenLogprobs
 from jpaged.request import Request
 
 DIGEST_BYTES = 16
@@ -26,17 +27,22 @@ MAX_COMPARED_BLOCKS = 16
 MIN_COPIED_SHARE = 4  # of block_size
 
 
+Score = TokenLogprobs | None  # None for a prompt's first token, which follows nothing
+
+
 @dataclass(frozen=True)
 class PrefixMatch:
     """What the pool has of a request's tokens.
 
     blocks: full blocks, in order, to be shared. partial_block: one whose beginning comes next and
     is to be copied, if there is one. num_tokens: tokens of all these together.
+    scores: log-probabilities of the first tokens, for a request that wants them.
     """
 
     blocks: list[int] = field(default_factory=list)
     partial_block: int | None = None
     num_tokens: int = 0
+    scores: list[Score] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class PrefixCache:
         # By block. An entry is out of date once the pool finds its digest elsewhere or nowhere.
         self._entries: dict[int, CachedBlock] = {}
         self._families: dict[tuple[bytes, int], dict[int, None]] = {}
+        # Log-probabilities of the tokens of blocks, of those that somebody asked for.
+        self._scores: dict[int, tuple[Score, ...]] = {}
 
     def match(self, request: Request) -> PrefixMatch:
         """At most all tokens but one, as the last one must be computed to get its logits."""
@@ -70,14 +78,15 @@ class PrefixCache:
         blocks = []
         for digest in request.block_digests[: most // size]:
             block = self.block_pool.find(digest)
-            if block is None:
+            if block is None or not self._is_usable(block, request):
                 break
             blocks.append(block)
         num_tokens = len(blocks) * size
         parent = request.block_digests[len(blocks) - 1] if blocks else root_digest_of(request)
         rest = tuple(request.token_ids[num_tokens : min(num_tokens + size, most)])
-        partial_block, num_copied = self._best_beginning(parent, rest)
-        return PrefixMatch(blocks, partial_block, num_tokens + num_copied)
+        partial_block, num_copied = self._best_beginning(parent, rest, request)
+        match = PrefixMatch(blocks, partial_block, num_tokens + num_copied)
+        return self._with_scores(match, request) if request.needs_scores else match
 
     def register(self, request: Request) -> None:
         """Note the content of the request's blocks that launched steps have filled.
@@ -95,6 +104,19 @@ class PrefixCache:
     def token_ids(self, block: int) -> tuple[int, ...]:
         """What a registered block holds."""
         return self._entries[block].token_ids
+
+    def keep_scores(self, request: Request, positions: range) -> None:
+        """Keep log-probabilities of the prompt that have become known, block by block, for
+        requests that find the blocks and want them."""
+        assert request.num_prompt_logprobs is not None
+        size = self.block_size
+        num_blocks = positions.stop // size
+        self._extend_digests(request, num_blocks)
+        for index in range(positions.start // size, num_blocks):
+            block = self.block_pool.find(request.block_digests[index])
+            if block is not None and not self._has_scores(block, request.num_prompt_logprobs):
+                scores = request.prompt_logprobs[index * size : (index + 1) * size]
+                self._scores[block] = tuple(scores)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Raise if a block is not what it is known as, to itself or to those who hold it."""
@@ -124,7 +146,41 @@ class PrefixCache:
             entry = self._entries[block] = CachedBlock(digest, parent, token_ids)
             self._families.setdefault(entry.family, {})[block] = None
 
-    def _best_beginning(self, parent: bytes, wanted: tuple[int, ...]) -> tuple[int | None, int]:
+    def _is_usable(self, block: int, request: Request) -> bool:
+        """A request that wants log-probabilities of its prompt cannot do with K/V alone."""
+        if not request.needs_scores:
+            return True
+        assert request.num_prompt_logprobs is not None
+        return self._has_scores(block, request.num_prompt_logprobs)
+
+    def _has_scores(self, block: int, num_logprobs: int) -> bool:
+        """Whether those are kept, each with so many likely tokens."""
+        scores = self._scores.get(block)
+        return scores is not None and all(
+            score is None or len(score.top) >= num_logprobs for score in scores
+        )
+
+    def _with_scores(self, match: PrefixMatch, request: Request) -> PrefixMatch:
+        """One token less, as its logits make the log-probability of the token behind the match."""
+        blocks, partial_block = list(match.blocks), match.partial_block
+        found = blocks if partial_block is None else [*blocks, partial_block]
+        scores = [score for block in found for score in self._scores[block]][: match.num_tokens]
+        num_tokens = max(0, match.num_tokens - 1)
+        if len(blocks) * self.block_size > num_tokens:
+            partial_block = blocks.pop()
+        if num_tokens % self.block_size == 0:
+            partial_block = None
+        number = request.num_prompt_logprobs
+        return PrefixMatch(
+            blocks,
+            partial_block,
+            num_tokens,
+            [score and TokenLogprobs(score.logprob, score.top[:number]) for score in scores],
+        )
+
+    def _best_beginning(
+        self, parent: bytes, wanted: tuple[int, ...], request: Request
+    ) -> tuple[int | None, int]:
         """The block behind the parent that begins most like `wanted`, and the number of tokens."""
         best, most = None, max(1, self.block_size // MIN_COPIED_SHARE) - 1
         family = self._families.get((parent, wanted[0])) if len(wanted) > most else None
@@ -134,7 +190,7 @@ class PrefixCache:
                 self._forget(block)
                 continue
             num_equal = len(commonprefix([entry.token_ids, wanted]))
-            if num_equal > most:
+            if num_equal > most and self._is_usable(block, request):
                 best, most = block, num_equal
         return best, most if best is not None else 0
 
@@ -145,6 +201,7 @@ class PrefixCache:
 
     def _forget(self, block: int) -> None:
         """Drop an entry that is out of date."""
+        self._scores.pop(block, None)
         entry = self._entries.pop(block, None)
         if entry is not None:
             family = self._families[entry.family]

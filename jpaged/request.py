@@ -47,6 +47,9 @@ class Request:
     siblings: all answers to the same request, this one included; index: its place among them.
     is_beam: the siblings are beams of one search: none goes on before all have their logits.
     num_reported_logprobs: most likely tokens to read with each sampled one; None reads nothing.
+    num_prompt_logprobs: the same with each token of the prompt; only the first answer asks.
+    prompt_logprobs: of the prompt's first tokens, as far as they are known; None for the first.
+    num_scored_tokens: the same, those included that are on their way.
     token_ids: prompt, then every generated token the host has read.
     num_computed_tokens: tokens whose K/V are written by steps launched so far; the one truth
         about progress.
@@ -82,6 +85,9 @@ class Request:
         self.num_reported_logprobs = (
             MAX_REPORTED_TOKENS if is_beam else params.num_reported_logprobs
         )
+        self.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.num_scored_tokens = 1
         self.params = params
         self.max_tokens = max_tokens
         self.seed = seed
@@ -133,6 +139,28 @@ class Request:
         return is_waiting and self.num_tokens == self.num_prompt_tokens
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted that no launched step reports."""
+        return (
+            self.num_prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens
+        )
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of its prompt, if wanted, are all known."""
+        return (
+            self.num_prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens
+        )
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Known or sampled tokens whose logits are still of use. The last token of a prompt that
+        is only scored is not."""
+        if self.max_tokens == 0:
+            return max(0, self.num_prompt_tokens - 1 - self.num_computed_tokens)
+        return 0 if self.has_all_tokens_in_flight else self.num_tokens - self.num_computed_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -144,6 +172,32 @@ class Request:
     def has_all_tokens_in_flight(self) -> bool:
         """True once the steps launched so far sample the last token that is allowed."""
         return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
+
+    def scores_of(self, start: int, num_tokens: int) -> range:
+        """Positions of the prompt tokens whose log-probabilities are wanted and come with the
+        logits of tokens [start, start + num_tokens)."""
+        if not self.needs_scores:
+            return range(0)
+        last = min(start + num_tokens, self.num_prompt_tokens - 1)
+        return range(max(start + 1, self.num_scored_tokens), last + 1)
+
+    def num_tokens_with_logits(self, num_tokens: int, num_logits: int) -> int:
+        """As many of its next `num_tokens` tokens as a step can compute that makes the logits of
+        at most `num_logits` of them."""
+        start = self.num_computed_tokens
+        if self.needs_scores:
+            first = self.scores_of(start, num_tokens).start
+            num_tokens = min(num_tokens, first - start + num_logits - 1)
+        is_sampled = start + num_tokens == self.num_tokens
+        is_too_much = len(self.scores_of(start, num_tokens)) + is_sampled > num_logits
+        return num_tokens - 1 if is_sampled and is_too_much else num_tokens
+
+    def append_scores(self, first: int, scores: Sequence[TokenLogprobs | None]) -> None:
+        """Take log-probabilities of the prompt from position `first` on; known ones stay."""
+        known = len(self.prompt_logprobs)
+        assert first <= known, f"{first=} {known=}"
+        self.prompt_logprobs += scores[known - first :]
+        self.num_scored_tokens = max(self.num_scored_tokens, len(self.prompt_logprobs))
 
     def append_token(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """Take a token that the device sampled, and finish when it ends the answer."""

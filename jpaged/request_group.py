@@ -47,6 +47,11 @@ class RequestGroup:
             outputs=self._completions(),
             finished=self.is_finished,
             num_cached_tokens=first.num_cached_tokens,
+            prompt_logprobs=(
+                tuple(first.prompt_logprobs)
+                if self.params.prompt_logprobs is not None and first.is_scored
+                else None
+            ),
             timing=RequestTiming(
                 arrival=first.arrival_time,
                 first_scheduled=first.first_scheduled_time,

@@ -23,12 +23,15 @@ from jpaged.request import Request
 from jpaged.sampler import Samples
 from jpaged.scheduled_batch import ScheduledBatch
 
+Scored = tuple[Request, range]  # and the positions in its prompt
+
 
 @dataclass(frozen=True)
 class PackedStep:
     """The host's part of a step. copies: None without any, which is no program's input then."""
 
     requests: list[Request]
+    scored: list[Scored]
     num_tokens: int
     has_prefill: bool
     shape: ForwardShape
@@ -40,9 +43,11 @@ class PackedStep:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step on its way. samples: those of `requests`, in order, then padding."""
+    """A step on its way. samples: those of `requests`, in order, then the prompt tokens of
+    `scored`, then padding; None if nobody wants logits."""
 
     requests: list[Request]
+    scored: list[Scored]
     trace: StepTrace
     samples: Samples | None
 
@@ -53,8 +58,11 @@ class LaunchedStep:
         return np.asarray(self.samples.tokens)[: len(self.requests)].tolist()
 
     def read_logprobs(self) -> list[TokenLogprobs | None]:
-        """Of every sampled request that wants them."""
+        """Of every sampled request that wants them, then of the scored prompt tokens."""
         wanted = [request.num_reported_logprobs for request in self.requests]
+        wanted += [
+            request.num_prompt_logprobs for request, positions in self.scored for _ in positions
+        ]
         if self.samples is None or not any(number is not None for number in wanted):
             return [None] * len(wanted)
         logprobs, top_ids, top_logprobs = (
@@ -91,10 +99,11 @@ class Runner:
         self._update_block_tables(batch)
         shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
         requests = [request for request, _ in batch.sampled]
-        num_rows = smallest_bucket(self.spec.row_buckets, max(len(requests), 1))
+        num_rows = smallest_bucket(self.spec.row_buckets, max(batch.num_outputs, 1))
         ints, floats = pack_sampling(batch, num_rows, padding_slot=self.spec.num_slots)
         return PackedStep(
             requests=requests,
+            scored=[(row.request, row.scored) for row in batch.scored_rows],
             num_tokens=batch.num_tokens,
             has_prefill=bool(batch.prefills),
             shape=shape,
@@ -113,15 +122,17 @@ class Runner:
         hidden, self._pools = self._programs.forward[step.shape](
             self._params, self._pools, self._last_token, step.forward
         )
-        if not step.requests:
-            return LaunchedStep(step.requests, trace, None)
+        if not step.requests and not step.scored:
+            return LaunchedStep([], [], trace, None)
         samples, self._last_token = self._programs.sample[step.sampling_ints.shape[1]](
             self._params, hidden, self._last_token, step.sampling_ints, step.sampling_floats
         )
-        wants_logprobs = any(each.num_reported_logprobs is not None for each in step.requests)
+        wants_logprobs = bool(step.scored) or any(
+            request.num_reported_logprobs is not None for request in step.requests
+        )
         for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
             values.copy_to_host_async()
-        return LaunchedStep(step.requests, trace, samples)
+        return LaunchedStep(step.requests, step.scored, trace, samples)
 
     def move_blocks(self, batch: ScheduledBatch) -> None:
         """Start what the batch swaps. Comes before `launch`, whose step writes the blocks that

@@ -30,7 +30,8 @@ class Samples:
     The log-probabilities are those of the model's own distribution, before temperature and
     filters, so that they say the same whatever the parameters. They are zeros when no row asked.
 
-    logprobs: of the sampled token. top_ids, top_logprobs: of the most likely ones, best first.
+    logprobs: of the sampled token, or of the row's target.
+    top_ids, top_logprobs: of the most likely tokens, best first.
     """
 
     tokens: Int[Array, "S"]
@@ -47,7 +48,8 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Arr
     def report() -> Samples:
         normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
         top_logits, top_ids = lax.top_k(logits, num_top)
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+        reported = jnp.where(inputs.targets < 0, tokens, inputs.targets)
+        chosen = jnp.take_along_axis(logits, reported[:, None], axis=1)
         return Samples(tokens, (chosen - normaliser)[:, 0], top_ids, top_logits - normaliser)
 
     def report_nothing() -> Samples:

@@ -39,6 +39,8 @@ class SamplingParams:
     detokenize: make text at all; without, only token ids are returned.
     logprobs: report the log-probability of every generated token and of that many most likely
         ones, in the model's own distribution; None reports nothing.
+    prompt_logprobs: the same for every token of the prompt but the first, which follows nothing.
+        With it max_tokens may be 0, to score a prompt without generating anything.
 
     Raises `RequestError` that names the field.
     """
@@ -57,6 +59,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_int("n", self.n, low=1, high=MAX_SEQUENCES)
@@ -67,10 +70,10 @@ class SamplingParams:
         check_int("top_k", self.top_k, low=-1, high=MAX_TOP_K)
         if self.seed is not None:
             check_int("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, low=1)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        _check_max_tokens(self)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -137,6 +140,18 @@ def check_int(name: str, value: object, *, low: int, high: int | None = None) ->
 def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
+
+
+def _check_max_tokens(params: SamplingParams) -> None:
+    if params.max_tokens == 0 and not isinstance(params.max_tokens, bool):
+        if params.prompt_logprobs is None or params.num_sequences > 1:
+            raise RequestError(
+                "max_tokens must be an integer of at least 1, got 0, which makes sense only for "
+                "one answer with prompt_logprobs",
+                param="max_tokens",
+            )
+    elif params.max_tokens is not None:
+        check_int("max_tokens", params.max_tokens, low=1)
 
 
 def _checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ class ScheduledRequest:
     """Tokens [start, start + num_tokens) of a request are computed in the step.
 
     is_sampled: the step reaches the request's last token and samples the next one.
+    scored: positions of prompt tokens whose log-probabilities are read from this step's logits.
     forks: siblings that share all blocks of the request from this step on, and get a first token
         of their own from the same logits.
     """
@@ -19,6 +20,7 @@ class ScheduledRequest:
     start: int
     num_tokens: int
     is_sampled: bool
+    scored: range = range(0)
     forks: list[Request] = field(default_factory=list)
 
     @property
@@ -55,6 +57,15 @@ class ScheduledBatch:
     def rows(self) -> list[ScheduledRequest]:
         """Decodes first: the order of the rows on the device."""
         return self.decodes + self.prefills
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens whose logits are used."""
+        return sum(len(row.sampled) + len(row.scored) for row in self.rows)
+
+    @property
+    def scored_rows(self) -> list[ScheduledRequest]:
+        return [row for row in self.rows if row.scored]
 
     @property
     def sampled(self) -> list[tuple[Request, int]]:

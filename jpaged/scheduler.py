@@ -40,7 +40,7 @@ class Scheduler:
         self.tables = BlockTables(
             block_pool, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
-        self.swap_space = swap_space
+        self.swap_space = SwapSpace.none() if swap_space is None else swap_space
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
@@ -75,6 +75,8 @@ class Scheduler:
             self._admit_waiting(batch)
         for row in batch.rows:
             row.request.num_computed_tokens += row.num_tokens
+            if row.scored:
+                row.request.num_scored_tokens = row.scored.stop
         for request, _ in batch.sampled:
             request.num_in_flight_tokens += 1
         return batch
@@ -96,7 +98,7 @@ class Scheduler:
             self._release(request)
         else:
             self.waiting.remove(request)
-            self._drop_swapped(request)
+            self.swap_space.drop(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let the child go on from where the parent is, on the same blocks if it can run at once.
@@ -140,8 +142,7 @@ class Scheduler:
         )
         for request in self.waiting:
             assert not request.block_ids and request.slot is None, request.request_id
-        if self.swap_space is not None:
-            self.swap_space.check_integrity(self.waiting)
+        self.swap_space.check_integrity(self.waiting)
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> None:
         for request in self._runnable(decoding=True):
@@ -164,6 +165,9 @@ class Scheduler:
             request = self.waiting[0]
             if request.swapped is not None:
                 break
+            if request.num_tokens_to_compute == 0:
+                self._end_without_work(request, batch)
+                continue
             if any(sibling.is_prefilling for sibling in request.siblings):
                 break  # soon there is a prompt to share
             if len(self._free_slots) < self._num_slots_to_start(request):
@@ -222,7 +226,7 @@ class Scheduler:
                 self.waiting.remove(request)
                 self._run(request)
                 self.tables.restore(request, swapped.tables[request], targets)
-                self._drop_swapped(request)
+                self.swap_space.drop(request)
             batch.swap_ins.append(SwapIn(swapped, targets))
 
     def _num_fitting(self, siblings: Sequence[Request]) -> int:
@@ -255,26 +259,31 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 continue
-            remaining = request.num_tokens - request.num_computed_tokens
             if request.is_beam and request.num_in_flight_tokens:
                 continue  # waits until all beams of the search have reported
-            is_decoding = remaining == 1 and request.num_computed_tokens > 0
-            if remaining and is_decoding == decoding and not request.has_all_tokens_in_flight:
+            remaining = request.num_tokens_to_compute
+            is_single = remaining == 1 and request.num_computed_tokens > 0
+            is_decoding = is_single and not request.needs_scores
+            if remaining and is_decoding == decoding:
                 yield request
 
     def _schedule_chunk(self, request: Request, batch: ScheduledBatch) -> None:
         budget = self.max_num_batched_tokens - batch.num_tokens
         start = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - start, budget)
-        if num_tokens:
+        # All who run may sample a token, so only prompts that are scored can use the logits up.
+        num_logits = self.max_num_seqs - batch.num_outputs
+        num_tokens = min(request.num_tokens_to_compute, budget)
+        num_tokens = request.num_tokens_with_logits(num_tokens, num_logits)
+        if num_tokens > 0:
             is_sampled = start + num_tokens == request.num_tokens
-            row = ScheduledRequest(request, start, num_tokens, is_sampled)
+            scored = request.scores_of(start, num_tokens)
+            row = ScheduledRequest(request, start, num_tokens, is_sampled, scored)
             batch.prefills.append(row)
             batch.num_tokens += num_tokens
             if is_sampled and start + num_tokens == request.num_prompt_tokens:
-                self._fork_siblings(row)
+                self._fork_siblings(row, batch)
 
-    def _fork_siblings(self, row: ScheduledRequest) -> None:
+    def _fork_siblings(self, row: ScheduledRequest, batch: ScheduledBatch) -> None:
         """The prompt is computed once: answers that wait for it start on the same blocks.
 
         Who writes to a shared block first gets a copy of it. Siblings beyond the limits start
@@ -282,7 +291,8 @@ class Scheduler:
         """
         for sibling in row.request.siblings:
             has_room = sibling.is_beam or self.block_pool.num_free > len(self.running)
-            if not self._free_slots or not has_room:
+            has_logits = batch.num_outputs < self.max_num_seqs
+            if not self._free_slots or not has_room or not has_logits:
                 break
             if sibling.is_fresh:
                 self.waiting.remove(sibling)
@@ -321,20 +331,12 @@ class Scheduler:
 
     def _swap_out(self, victims: Sequence[Request], batch: ScheduledBatch) -> None:
         """Move what the victims have computed to host memory, if that is the cheaper way."""
-        if self.swap_space is None:
-            return
         assert not batch.swap_ins, "whoever comes back has room for all"
-        # A copy that a victim got in this very step is not made yet: it is in the original.
-        originals = {copy: source for source, copy in batch.copies}
-        tables = {}
         for victim in victims:
             if victim.is_beam:  # it reports again, which takes its last token
                 computed = min(victim.num_computed_tokens, len(victim.token_ids) - 1)
                 victim.num_computed_tokens = computed
-            num_blocks = self.tables.num_blocks(victim.num_computed_tokens)
-            tables[victim] = [
-                originals.get(block, block) for block in victim.block_ids[:num_blocks]
-            ]
+        tables = {victim: self.tables.written(victim, batch.copies) for victim in victims}
         num_blocks = len({block for table in tables.values() for block in table})
         num_tokens = min(
             num_blocks * self.tables.block_size,
@@ -380,12 +382,14 @@ class Scheduler:
             self.retire(request)
             batch.finished.append(request)
 
+    def _end_without_work(self, request: Request, batch: ScheduledBatch) -> None:
+        """A prompt of one token, to be scored: there is nothing to compute."""
+        request.finish(FinishReason.LENGTH)
+        self.retire(request)
+        batch.finished.append(request)
+
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         self.tables.release(request)
         self._free_slots.append(request.slot)
         request.slot = None
-
-    def _drop_swapped(self, request: Request) -> None:
-        if self.swap_space is not None:
-            self.swap_space.drop(request)

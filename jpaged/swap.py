@@ -5,8 +5,10 @@ PagedAttention, section 4.5). Which one is cheaper depends on the machine and on
 both are measured.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from jpaged.config import PreemptionMode
 from jpaged.prefill_clock import PrefillClock
@@ -57,9 +59,11 @@ class SwapSpace:
         self.costs = costs
         self._mode = mode
 
-    @property
-    def usage(self) -> float:
-        return self.num_used / self.num_blocks if self.num_blocks else 0.0
+    @classmethod
+    def none(cls) -> Self:
+        """All who are preempted are computed again."""
+        costs = PreemptionCosts(swap_seconds=math.inf, prefill_clock=PrefillClock())
+        return cls(0, mode="recompute", costs=costs)
 
     def takes(self, *, num_tokens: int, num_blocks: int) -> bool:
         """Whether requests with so many computed tokens, in so many blocks, are to be moved here.

@@ -122,9 +122,18 @@ class ScriptedRunner(Runner):
                     requests.append(request)
                     tokens.append(token)
                     logprobs.append(None if number is None else logprobs_of(context, token, number))
+        assert batch.num_outputs <= self.spec.num_slots
+        for row in batch.scored_rows:
+            context = self._read(row.request, row.start + row.num_tokens)
+            for position in row.scored:
+                assert row.start < position <= row.start + row.num_tokens
+                token = row.request.token_ids[position]
+                number = row.request.num_prompt_logprobs
+                logprobs.append(logprobs_of(context[:position], token, number))
+        scored = [(row.request, row.scored) for row in batch.scored_rows]
         for request, token in zip(requests, tokens, strict=True):
             self.last_token[request.running_slot] = token
-        return ScriptedStep(requests, StepTrace(1, True, 0.0), None, tokens, logprobs)
+        return ScriptedStep(requests, scored, StepTrace(1, True, 0.0), None, tokens, logprobs)
 
     def _write(self, request: Request, start: int, num_tokens: int) -> None:
         size = self.spec.kv_cache.block_size

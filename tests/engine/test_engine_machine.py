@@ -14,7 +14,7 @@ from jpaged.outputs import FinishReason
 from jpaged.request import Request
 from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
-from tests.engine.scripted_runner import VOCAB_SIZE, ScriptedRunner, draw
+from tests.engine.scripted_runner import VOCAB_SIZE, ScriptedRunner, draw, logprobs_of
 
 MAX_MODEL_LEN = 48
 EOS = 7
@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         def watched_schedule():
             batch = schedule()
-            self.cut.update(batch.finished)
+            self.cut.update(each for each in batch.finished if each.params.max_tokens)
             return batch
 
         self.engine.scheduler.schedule = watched_schedule
@@ -105,8 +105,11 @@ class EngineMachine(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 5),
         salt=st.sampled_from(["a", "b"]),
+        prompt_logprobs=st.sampled_from([None, None, 1, 3]),
     )
-    def add(self, prompt, max_tokens, ignore_eos, n, temperature, seed, salt) -> None:
+    def add(
+        self, prompt, max_tokens, ignore_eos, n, temperature, seed, salt, prompt_logprobs
+    ) -> None:
         params = SamplingParams(
             n=n,
             temperature=temperature,
@@ -114,6 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             logprobs=1,
+            prompt_logprobs=prompt_logprobs,
         )
         self._add(prompt, params, salt)
 
@@ -122,18 +126,28 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([2, 14, 24]),
         ignore_eos=st.booleans(),
         width=st.integers(1, 4),
+        prompt_logprobs=st.sampled_from([None, None, 2]),
     )
-    def add_beams(self, prompt, max_tokens, ignore_eos, width) -> None:
-        width = min(width, self.engine.max_num_seqs)
-        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    def add_beams(self, prompt, max_tokens, ignore_eos, width, prompt_logprobs) -> None:
+        params = BeamSearchParams(
+            beam_width=min(width, self.engine.max_num_seqs),
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            prompt_logprobs=prompt_logprobs,
+        )
         self._add(prompt, params, "a")
+
+    @rule(prompt=PROMPTS, salt=st.sampled_from(["a", "b"]), number=st.integers(0, 3))
+    def score(self, prompt, salt, number) -> None:
+        self._add(prompt, SamplingParams(max_tokens=0, seed=0, prompt_logprobs=number), salt)
 
     @precondition(lambda self: self._unfinished())
     @rule(data=st.data(), seed=st.integers(0, 5))
     def fork(self, data, seed) -> None:
         group = data.draw(st.sampled_from(self._unfinished()))
         index = data.draw(st.integers(0, len(group.requests) - 1))
-        is_possible = not isinstance(group, BeamGroup) and not group.requests[index].is_finished
+        is_going_on = not group.requests[index].is_finished and group.params.max_tokens != 0
+        is_possible = is_going_on and not isinstance(group, BeamGroup)
         try:
             number = self.engine.fork(group, index, seed=seed)
         except RequestError:
@@ -174,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_unfinished, "no progress"
         scheduler = self.engine.scheduler
         assert scheduler.block_pool.num_used == 0
-        assert scheduler.swap_space is None or scheduler.swap_space.num_used == 0
+        assert scheduler.swap_space.num_used == 0
         for group, prompt in self.prompts.items():
             if group not in self.aborted:
                 self._check(group, prompt)
@@ -194,6 +208,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _check(self, group: RequestGroup, prompt: list[int]) -> None:
         outputs = group.output().outputs
+        number = group.params.prompt_logprobs
+        if number is not None and not self.cut & set(group.requests):
+            expected = [
+                logprobs_of(prompt[:position], prompt[position], number)
+                for position in range(1, len(prompt))
+            ]
+            assert group.output().prompt_logprobs == (None, *expected)
         if isinstance(group, BeamGroup):
             if not self.cut & set(group.requests):
                 got = [(each.token_ids, each.score) for each in outputs]
@@ -209,7 +230,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert len(prompt) + len(answer) > self.capacity - 16
                 expected = expected[: len(answer)]
             assert answer == expected
-            assert len(output.logprobs) == len(answer)
+            assert len(output.logprobs or ()) == len(answer)
 
 
 EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

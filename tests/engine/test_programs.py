@@ -54,7 +54,7 @@ def test_compiled_programs_refuse_other_shapes(llm, spec):
     program = llm.engine._runner._programs.sample[4]
     hidden = np.zeros((spec.num_slots, spec.model.config.hidden_size), np.float32)
     last_token = np.zeros(spec.num_slots, np.int32)
-    ints, floats = np.zeros((6, 3), np.int32), np.zeros((2, 3), np.float32)
+    ints, floats = np.zeros((7, 3), np.int32), np.zeros((2, 3), np.float32)
     with pytest.raises(TypeError):
         program(spec.model.params, hidden, last_token, ints, floats)
 

@@ -22,7 +22,15 @@ KEY = jax.random.key(0)
 
 
 def inputs(
-    num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, positions=None, num_logprobs=-1
+    num_rows,
+    *,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    seeds=None,
+    positions=None,
+    num_logprobs=-1,
+    targets=-1,
 ):
     def column(value, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), (num_rows,))
@@ -34,6 +42,7 @@ def inputs(
         seeds_high=column(0, jnp.int32),
         top_k=column(top_k, jnp.int32),
         num_logprobs=column(num_logprobs, jnp.int32),
+        targets=column(targets, jnp.int32),
         temperature=column(temperature, jnp.float32),
         top_p=column(top_p, jnp.float32),
     )
@@ -162,15 +171,19 @@ def test_tiny_temperatures_are_greedy(temperature, top_p):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_logprobs_are_those_of_the_model(temperature):
-    """O-23: before temperature and filters; the sampled token has the same value in both places."""
+    """O-23: before temperature and filters; the sampled token has the same value in both places;
+    rows with a target report that one's."""
     logits = np.random.default_rng(5).normal(size=(6, 300)).astype(np.float32) * 4
-    params = inputs(6, temperature=temperature, top_k=5, num_logprobs=[-1, 0, 1, 5, 20, -1])
+    targets = [-1, 0, -1, 299, -1, -1]
+    params = inputs(
+        6, temperature=temperature, top_k=5, num_logprobs=[-1, 0, 1, 5, 20, -1], targets=targets
+    )
     samples = jax.jit(sample)(jnp.array(logits), params, KEY)
     wide = logits.astype(np.float64)
     expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     np.testing.assert_array_equal(samples.tokens, run(jnp.array(logits), params, KEY))
     for row in range(6):
-        token = int(samples.tokens[row])
+        token = int(samples.tokens[row]) if targets[row] < 0 else targets[row]
         assert abs(float(samples.logprobs[row]) - expected[row, token]) < 1e-5
         order = np.argsort(-expected[row], kind="stable")[:MAX_REPORTED_TOKENS]
         np.testing.assert_array_equal(samples.top_ids[row], order)

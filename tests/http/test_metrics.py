@@ -47,7 +47,7 @@ def test_names_and_labels() -> None:
     found = families(content)
     assert {name.removeprefix("jpaged:") for name in found if not name.endswith("_created")} == {
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
-        "kv_cache_block_fill_perc",
+        *("kv_cache_block_fill_perc", "num_requests_swapped", "num_swap_outs"),
         *("num_preemptions", "prompt_tokens", "generation_tokens", "request_success"),
         *("prefix_cache_queries", "prefix_cache_hits", "iteration_tokens_total"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds"),
@@ -118,6 +118,7 @@ def run_to_the_end(metrics: Metrics, request: Request, num_tokens: int) -> None:
         request.append_token(7)
         if number == 0:
             metrics.record_first_token(request)
+            metrics.record_prompt(request)
         metrics.record_tokens(request, 1, 0.5 if number else None)
     request.finish(FinishReason.STOP)
     metrics.record_finished(request)
