@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jpaged.outputs import FinishReason, RequestOutput
-from jpaged.server.deltas import Delta, deltas
-from jpaged.server.logprobs import chat_logprobs, completion_logprobs
+from jpaged.server.deltas import Delta, deltas, given_prompt
+from jpaged.server.echo import Echo, EchoedPrompt
+from jpaged.server.logprobs import chat_logprobs, completion_logprobs, text_tokens
+from jpaged.server.prompt_logprobs import prompt_logprobs
 from jpaged.server.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -17,10 +19,13 @@ from jpaged.server.protocol import (
     ChatDelta,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     Usage,
 )
 from jpaged.server.token_text import TextOffsets
 from jpaged.tokenizer import Tokenizer
+
+_NO_ECHO = EchoedPrompt("", ())
 
 
 @runtime_checkable
@@ -33,6 +38,11 @@ class AnswerFormat(Protocol):
 
     @property
     def includes_usage(self) -> bool: ...
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether answers have something of each token of the prompt, however long that is."""
+        ...
 
     def answer(self, outputs: Sequence[RequestOutput]) -> Completion | ChatCompletion: ...
 
@@ -47,6 +57,7 @@ class _Format:
 
     includes_usage: chunks carry the key "usage", null but in the last one.
     returns_token_ids: choices carry their token ids, as vLLM's do.
+    prompt_logprobs: likeliest tokens to show at each place of the prompt, if at all.
     tokenizer: makes texts of the tokens of log-probabilities.
     """
 
@@ -54,17 +65,26 @@ class _Format:
     tokenizer: Tokenizer | None
     includes_usage: bool
     returns_token_ids: bool
+    prompt_logprobs: int | None
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionFormat(_Format):
-    """skip_special_tokens: they are not in the text, so offsets in it do not count them."""
+    """skip_special_tokens: they are not in the text, so offsets in it do not count them.
+
+    echo: shows prompts in front of their answers.
+    """
 
     skip_special_tokens: bool
+    echo: Echo | None
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     _offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
+
+    @property
+    def shows_prompt(self) -> bool:
+        return self.echo is not None or self.prompt_logprobs is not None
 
     def answer(self, outputs: Sequence[RequestOutput]) -> Completion:
         wholes = enumerate(_whole_answers(outputs))
@@ -96,30 +116,48 @@ class CompletionFormat(_Format):
         }
 
     def _choice(self, index: int, delta: Delta) -> CompletionChoice:
+        echoed = _NO_ECHO
+        if self.echo is not None and delta.prompt is not None:
+            echoed = self.echo.of(delta.prompt)
         choice: CompletionChoice = {
             "index": index,
-            "text": delta.text,
-            "logprobs": completion_logprobs(delta, self.tokenizer, self._offsets_of(index)),
+            "text": echoed.text + delta.text,
+            "logprobs": self._logprobs(index, echoed, delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self.returns_token_ids:
             choice["token_ids"] = delta.token_ids
-            if delta.prompt_token_ids is not None:
-                choice["prompt_token_ids"] = delta.prompt_token_ids
+        if delta.prompt is not None and self.returns_token_ids:
+            choice["prompt_token_ids"] = list(delta.prompt.token_ids)
+        if delta.prompt is not None and self.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                delta.prompt, self.tokenizer, self.prompt_logprobs
+            )
         return choice
 
-    def _offsets_of(self, index: int) -> TextOffsets:
+    def _logprobs(
+        self, index: int, echoed: EchoedPrompt, delta: Delta
+    ) -> CompletionLogprobs | None:
+        if delta.logprobs is None:
+            return None
         if index not in self._offsets:
             self._offsets[index] = TextOffsets(
-                self.tokenizer, skip_special_tokens=self.skip_special_tokens
+                self.tokenizer,
+                skip_special_tokens=self.skip_special_tokens,
+                start=len(echoed.text),
             )
-        return self._offsets[index]
+        tokens = [*echoed.tokens, *text_tokens(delta, self._offsets[index])]
+        return completion_logprobs(tokens, self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat(_Format):
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+
+    @property
+    def shows_prompt(self) -> bool:
+        return self.prompt_logprobs is not None
 
     def answer(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
@@ -134,12 +172,16 @@ class ChatFormat(_Format):
         }
         if self.returns_token_ids:
             completion["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self.prompt_logprobs is not None:
+            completion["prompt_logprobs"] = prompt_logprobs(
+                given_prompt(output), self.tokenizer, self.prompt_logprobs
+            )
         return completion
 
     def chunks(self, index: int, delta: Delta) -> list[ChatCompletionChunk]:
         chunks = []
-        if delta.prompt_token_ids is not None:
-            chunks.append(self._first_chunk(index, delta.prompt_token_ids))
+        if delta.prompt is not None:
+            chunks.append(self._first_chunk(index, delta.prompt.token_ids))
         chunk = self._chunk(index, {"content": delta.text}, delta.finish_reason)
         (choice,) = chunk["choices"]
         choice["logprobs"] = chat_logprobs(delta, self.tokenizer)
@@ -165,10 +207,10 @@ class ChatFormat(_Format):
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _first_chunk(self, index: int, prompt_token_ids: list[int]) -> ChatCompletionChunk:
+    def _first_chunk(self, index: int, prompt_token_ids: Sequence[int]) -> ChatCompletionChunk:
         chunk = self._chunk(index, {"role": "assistant", "content": ""}, None)
         if self.returns_token_ids:
-            chunk["prompt_token_ids"] = prompt_token_ids
+            chunk["prompt_token_ids"] = list(prompt_token_ids)
         return chunk
 
     def _chunk(

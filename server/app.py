@@ -21,6 +21,7 @@ from jpaged.server.convert import (
     includes_usage,
     salted,
 )
+from jpaged.server.echo import echo_of
 from jpaged.server.errors import UnavailableError, add_error_handlers
 from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, ModelList
 from jpaged.server.streaming import EventStream, collect, events, generate, unless_disconnected
@@ -90,8 +91,10 @@ async def completions(request: Request) -> Response:
         model=engine.model_name,
         includes_usage=includes_usage(body),
         returns_token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
         tokenizer=engine.tokenizer,
         skip_special_tokens=body.skip_special_tokens,
+        echo=echo_of(body, engine.tokenizer),
     )
     params = completion_params(body, has_text=engine.tokenizer is not None)
     prompts = [salted(prompt, body.cache_salt) for prompt in completion_prompts(body)]
@@ -108,6 +111,7 @@ async def chat_completions(request: Request) -> Response:
         model=engine.model_name,
         includes_usage=includes_usage(body),
         returns_token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
         tokenizer=engine.tokenizer,
     )
     params = chat_params(body, has_text=engine.tokenizer is not None)
@@ -137,9 +141,9 @@ async def _answer(
     if is_stream:
         return EventStream(events(outputs, answer_format))
     finals = await unless_disconnected(request.receive, collect(outputs))
-    if params.logprobs is None:
+    if params.logprobs is None and not answer_format.shows_prompt:
         return JSONResponse(answer_format.answer(finals))
-    # In a thread, as log-probabilities of long answers are megabytes.
+    # In a thread, as log-probabilities of long texts are megabytes.
     return await asyncio.to_thread(lambda: JSONResponse(answer_format.answer(finals)))
 
 

@@ -27,7 +27,12 @@ def refuse_beam_fields(request: SamplingRequest) -> None:
 
 
 def beam_params(
-    request: SamplingRequest, max_tokens: int | None, *, logprobs: int | None, has_text: bool
+    request: SamplingRequest,
+    max_tokens: int | None,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    has_text: bool,
 ) -> BeamSearchParams:
     """As many beams as answers unless `beam_width` says more."""
     for name, neutral in SAMPLING_FIELDS.items():
@@ -51,4 +56,5 @@ def beam_params(
         skip_special_tokens=request.skip_special_tokens,
         detokenize=has_text,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )

@@ -12,7 +12,9 @@ from jpaged.errors import RequestError
 from jpaged.inputs import Params, Prompt, TextPrompt, TokensPrompt
 from jpaged.sampling_params import SamplingParams
 from jpaged.server.beams import beam_params, refuse_beam_fields
+from jpaged.server.echo import needed_prompt_logprobs
 from jpaged.server.errors import ModelNotFoundError
+from jpaged.server.prompt_logprobs import refuse_prompt_logprobs_in_streams
 from jpaged.server.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -85,6 +87,7 @@ def completion_params(request: CompletionRequest, *, has_text: bool) -> Params:
         request.max_tokens,
         best_of=best_of,
         logprobs=request.logprobs,
+        prompt_logprobs=needed_prompt_logprobs(request),
         has_text=has_text,
     )
 
@@ -122,6 +125,7 @@ def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> Params:
         request,
         limits.pop() if limits else None,
         logprobs=request.top_logprobs if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
         has_text=has_text,
     )
 
@@ -144,10 +148,18 @@ def _params(
     *,
     best_of: int | None = None,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     has_text: bool,
 ) -> Params:
+    refuse_prompt_logprobs_in_streams(request)
     if request.use_beam_search:
-        return beam_params(request, max_tokens, logprobs=logprobs, has_text=has_text)
+        return beam_params(
+            request,
+            max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            has_text=has_text,
+        )
     refuse_beam_fields(request)
     return SamplingParams(
         n=request.n,
@@ -164,6 +176,7 @@ def _params(
         skip_special_tokens=request.skip_special_tokens,
         detokenize=has_text,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

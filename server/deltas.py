@@ -7,11 +7,20 @@ from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, TokenL
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenPrompt:
+    """text: None when it came as token ids. logprobs: one entry a token, None for the first."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    logprobs: Sequence[TokenLogprobs | None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Delta:
     """What a snapshot of an answer has more than the one before it.
 
     logprobs: one entry a token; None when none were asked for.
-    prompt_token_ids: in the first delta of an answer only.
+    prompt: in the first delta of an answer only.
     """
 
     text: str
@@ -19,7 +28,7 @@ class Delta:
     logprobs: Sequence[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    prompt_token_ids: list[int] | None
+    prompt: GivenPrompt | None
 
 
 def deltas(before: RequestOutput | None, now: RequestOutput) -> list[tuple[int, Delta]]:
@@ -35,9 +44,15 @@ def deltas(before: RequestOutput | None, now: RequestOutput) -> list[tuple[int, 
         # Beams may share a part of the text of tokens that they do not share.
         has_new_text = len(answer.text) > len(seen.text)
         if has_new_tokens or has_new_text or answer.finish_reason != seen.finish_reason:
-            prompt_token_ids = None if _is_begun(seen) else list(now.prompt_token_ids)
-            found.append((answer.index, _delta(seen, answer, prompt_token_ids)))
+            prompt = None if _is_begun(seen) else given_prompt(now)
+            found.append((answer.index, _delta(seen, answer, prompt)))
     return found
+
+
+def given_prompt(output: RequestOutput) -> GivenPrompt:
+    return GivenPrompt(
+        text=output.prompt, token_ids=output.prompt_token_ids, logprobs=output.prompt_logprobs
+    )
 
 
 _NOTHING = CompletionOutput(index=0, text="", token_ids=())
@@ -47,9 +62,7 @@ def _is_begun(answer: CompletionOutput) -> bool:
     return bool(answer.token_ids or answer.text) or answer.finish_reason is not None
 
 
-def _delta(
-    seen: CompletionOutput, now: CompletionOutput, prompt_token_ids: list[int] | None
-) -> Delta:
+def _delta(seen: CompletionOutput, now: CompletionOutput, prompt: GivenPrompt | None) -> Delta:
     first_new = len(seen.token_ids)
     return Delta(
         text=now.text[len(seen.text) :],
@@ -57,5 +70,5 @@ def _delta(
         logprobs=None if now.logprobs is None else now.logprobs[first_new:],
         finish_reason=now.finish_reason,
         stop_reason=now.stop_reason,
-        prompt_token_ids=prompt_token_ids,
+        prompt=prompt,
     )

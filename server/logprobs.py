@@ -3,6 +3,9 @@
 Values are those of the model's own distribution, before temperature and filters.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from jpaged.outputs import TokenLogprobs
 from jpaged.server.deltas import Delta
 from jpaged.server.protocol import (
@@ -18,18 +21,33 @@ from jpaged.tokenizer import Tokenizer
 LEAST_LOGPROB = -9999.0
 
 
-def completion_logprobs(
-    delta: Delta, tokenizer: Tokenizer | None, offsets: TextOffsets
-) -> CompletionLogprobs | None:
+class TextToken(NamedTuple):
+    """A token of a text. begins_text: it reads as it does where nothing is before it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    offset: int
+    begins_text: bool = False
+
+
+def text_tokens(delta: Delta, offsets: TextOffsets) -> list[TextToken]:
     """offsets: of the answer; goes along the tokens of the delta."""
-    if delta.logprobs is None:
-        return None
-    entries = list(zip(delta.token_ids, delta.logprobs, strict=True))
+    entries = zip(delta.token_ids, delta.logprobs or (), strict=True)
+    return [TextToken(token_id, entry, offsets.next(token_id)) for token_id, entry in entries]
+
+
+def completion_logprobs(
+    tokens: Sequence[TextToken], tokenizer: Tokenizer | None
+) -> CompletionLogprobs:
     return {
-        "tokens": [token_text(tokenizer, token_id) for token_id in delta.token_ids],
-        "token_logprobs": [_finite(entry.logprob) for entry in delta.logprobs],
-        "top_logprobs": [_by_text(tokenizer, token_id, entry) for token_id, entry in entries],
-        "text_offset": [offsets.next(token_id) for token_id in delta.token_ids],
+        "tokens": [
+            token_text(tokenizer, token.token_id, begins_text=token.begins_text) for token in tokens
+        ],
+        "token_logprobs": [
+            None if token.logprobs is None else finite(token.logprobs.logprob) for token in tokens
+        ],
+        "top_logprobs": [_by_text(tokenizer, token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 
@@ -43,14 +61,17 @@ def chat_logprobs(delta: Delta, tokenizer: Tokenizer | None) -> ChatLogprobs | N
     }
 
 
-def _by_text(tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-    """The most likely tokens and the generated one, best first.
+def _by_text(tokenizer: Tokenizer | None, token: TextToken) -> dict[str, float] | None:
+    """The most likely tokens and the one that is there, best first.
 
-    Of tokens with the same text, the generated one stands for all, or else the most likely.
+    Of tokens with the same text, the one that is there stands for all, or else the most likely.
     """
+    if token.logprobs is None:
+        return None
     found: dict[str, float] = {}
-    for each_id, logprob in ((token_id, entry.logprob), *entry.top):
-        found.setdefault(token_text(tokenizer, each_id), _finite(logprob))
+    for token_id, logprob in ((token.token_id, token.logprobs.logprob), *token.logprobs.top):
+        text = token_text(tokenizer, token_id, begins_text=token.begins_text)
+        found.setdefault(text, finite(logprob))
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -63,8 +84,8 @@ def _chat_entry(
 
 def _token(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> TokenLogprob:
     text = token_text(tokenizer, token_id)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

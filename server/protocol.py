@@ -66,7 +66,6 @@ def _text_or_list(value: Any) -> Any:
 TextOrList = Annotated[str | list[Any], PlainValidator(_text_or_list)]
 
 NOT_OFFERED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -76,7 +75,6 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "repetition_penalty": (1,),
     "min_tokens": (0,),
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "spaces_between_special_tokens": (True,),
@@ -109,6 +107,7 @@ class SamplingRequest(WireModel):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -131,6 +130,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int = 16
     best_of: int | None = None
     logprobs: int | None = None
+    echo: bool = False
 
 
 class ChatMessage(WireModel):
@@ -197,12 +197,25 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
+class PromptTokenLogprob(TypedDict):
+    """rank: among the most likely tokens, from 1; None beyond those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# One entry a token, by token id: its own first, then the most likely ones. None for the first
+# token, which follows nothing.
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
+
+
 class CompletionLogprobs(TypedDict):
     """One entry a token in each list. text_offset: where in the text the token begins."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -214,6 +227,7 @@ class CompletionChoice(TypedDict):
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class Completion(TypedDict):
@@ -265,6 +279,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class ChatDelta(TypedDict):

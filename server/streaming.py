@@ -20,7 +20,7 @@ from jpaged.errors import JpagedError
 from jpaged.inputs import Params, Prompt
 from jpaged.outputs import FinishReason, RequestOutput
 from jpaged.server.answers import AnswerFormat, usage_of
-from jpaged.server.deltas import deltas
+from jpaged.server.deltas import Delta, deltas
 from jpaged.server.errors import GenerationError, UnavailableError, error_body
 from jpaged.server.protocol import ChatCompletionChunk, Completion, ErrorBody
 
@@ -68,8 +68,9 @@ async def events(
             async for index, output in outputs:
                 first_choice = index * len(output.outputs)
                 for answer_index, delta in deltas(latest.get(index), output):
-                    for chunk in answer_format.chunks(first_choice + answer_index, delta):
-                        yield _event(chunk)
+                    chunks = await _chunks(answer_format, first_choice + answer_index, delta)
+                    for chunk in chunks:
+                        yield chunk
                 latest[index] = output
     except Exception as error:
         if not isinstance(error, JpagedError):
@@ -144,6 +145,16 @@ async def merge(
                 yield item
     finally:
         await _cancel(*tasks)
+
+
+async def _chunks(answer_format: AnswerFormat, index: int, delta: Delta) -> list[bytes]:
+    def events_of_delta() -> list[bytes]:
+        return [_event(chunk) for chunk in answer_format.chunks(index, delta)]
+
+    if delta.prompt is None or not answer_format.shows_prompt:
+        return events_of_delta()
+    # In a thread, as log-probabilities of long prompts are megabytes.
+    return await asyncio.to_thread(events_of_delta)
 
 
 async def _forward(

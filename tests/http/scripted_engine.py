@@ -99,6 +99,11 @@ class ScriptedEngine(AsyncEngine):
         for request in group.requests:
             request.first_scheduled_time = time.monotonic()
         try:
+            self._score(group.requests[0])
+            if params.max_tokens == 0:
+                group.requests[0].finish(FinishReason.LENGTH)
+                yield group.output()
+                return
             scripts = [cycle(self._script(request)) for request in group.requests]
             for step in count(1):
                 await asyncio.sleep(self.seconds_per_token)
@@ -125,22 +130,35 @@ class ScriptedEngine(AsyncEngine):
         number = str(request.index) if request.index > 0 else ""
         return tokenizer.encode(f"[{prompt}]{number}{EOS}")
 
+    def _score(self, request: Request) -> None:
+        """As if the prompt were an answer of the script."""
+        number = request.num_prompt_logprobs
+        if number is not None:
+            followers = enumerate(request.token_ids[1:], start=1)
+            request.append_scores(
+                1, [self._logprobs(request, each, number, position) for position, each in followers]
+            )
+
     def _append(self, request: Request, token_id: int) -> None:
         last, logprobs = request.last_token_time, None
         if request.params.num_reported_logprobs is not None:
-            logprobs = self._logprobs(request, token_id, request.params.num_reported_logprobs)
+            number = request.params.num_reported_logprobs
+            logprobs = self._logprobs(request, token_id, number, request.num_output_tokens)
         request.append_token(token_id, logprobs)
         self.num_generated += 1
         if last is None:
             self.metrics.record_first_token(request)
+            self.metrics.record_prompt(request)
         assert request.last_token_time is not None
         since_last = None if last is None else request.last_token_time - last
         self.metrics.record_tokens(request, 1, since_last)
 
-    def _logprobs(self, request: Request, token_id: int, number: int) -> TokenLogprobs:
+    def _logprobs(
+        self, request: Request, token_id: int, number: int, position: int
+    ) -> TokenLogprobs:
         """The scripted token is the likeliest, then second, third, fourth and likeliest again;
         around it are the tokens that follow it in the vocabulary. Later answers are likelier."""
-        own_rank = request.num_output_tokens % 4
+        own_rank = position % 4
         ids = [(token_id + 1 + rank) % self._inputs.vocab_size for rank in range(number)]
         ids[own_rank : own_rank + 1] = [token_id] * (own_rank < number)
 

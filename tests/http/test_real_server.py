@@ -273,6 +273,42 @@ def test_logprobs_of_chats(client: OpenAI) -> None:
             assert len(values) == 20 and values == sorted(values, reverse=True)
 
 
+def test_scoring(process: Process) -> None:
+    """O-06, O-25: a text gets the values that it was generated with, cached or not."""
+    url = f"{process.url}/v1/completions"
+    body: dict[str, Any] = {"prompt": "1, 2, 3, 漢字, " * 4, "echo": True, "logprobs": 2}
+    generated = {"max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    (choice,) = httpx.post(url, json=body | generated, timeout=60).json()["choices"]
+    assert len(choice["prompt_token_ids"]) > 32
+    body |= {"prompt": choice["prompt_token_ids"] + choice["token_ids"], "max_tokens": 0}
+    for salt in ("new", "new", "other"):
+        scored = httpx.post(url, json=body | {"cache_salt": salt}, timeout=60).json()
+        found = scored["choices"][0]
+        assert (found["text"], scored["usage"]["completion_tokens"]) == (choice["text"], 0)
+        for name in ("tokens", "text_offset"):
+            assert found["logprobs"][name] == choice["logprobs"][name]
+        first, *values = found["logprobs"]["token_logprobs"]
+        assert first is None and found["logprobs"]["top_logprobs"][0] is None
+        assert values == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-3)
+        top = found["logprobs"]["top_logprobs"][-6:]
+        assert [max(each.values()) for each in top] == values[-6:]
+
+
+def test_echo_of_beams(process: Process, client: OpenAI) -> None:
+    """The prompt is in front of each answer, streamed too."""
+    wanted: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS[2], "max_tokens": 5, "echo": True}
+    beams = {"use_beam_search": True, "beam_width": 2}
+    whole = client.completions.create(**wanted, n=2, logprobs=0, extra_body=beams)
+    assert whole.usage is not None
+    for choice in whole.choices:
+        assert choice.text.startswith(PROMPTS[2])
+        assert choice.logprobs is not None and choice.logprobs.tokens is not None
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert len(choice.logprobs.tokens) == whole.usage.prompt_tokens + 5
+    stream = client.completions.create(**wanted, logprobs=0, stream=True, extra_body=beams)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_frees_all_blocks(process: Process, stream: bool) -> None:
     """O-42, R4: within a second, and no more tokens are made."""

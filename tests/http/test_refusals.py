@@ -81,11 +81,15 @@ BAD_NUMBERS = [
     *(("seed", value) for value in ("1.5", "true", '"5"', "1e999", str(2**63), "9" * 4000)),
     *(("n", value) for value in ("0", "-1", "129", "true", "1.0", "1000000", '"1"', "NaN")),
     *(("best_of", value) for value in ("0", "-1", "129", "true", '"1"')),
-    *(("logprobs", value) for value in ("-1", "21", "1.0", "true", "false", '"1"', "NaN")),
+    *(
+        (name, value)
+        for name in ("logprobs", "prompt_logprobs")
+        for value in ("-1", "21", "1.0", "true", "false", '"1"', "NaN")
+    ),
     *(("stop_token_ids", value) for value in ("5", "[1.5]", "[true]", '["a"]', "[-1]", "[NaN]")),
     *(
         (name, value)
-        for name in ("stream", "ignore_eos", "skip_special_tokens", "return_token_ids")
+        for name in ("stream", "ignore_eos", "skip_special_tokens", "return_token_ids", "echo")
         for value in ("1", "0", '"true"', "[]", "NaN")
     ),
 ]
@@ -141,7 +145,6 @@ def test_context_limit(server: RunningServer) -> None:
 
 # Name, values that ask for nothing and are taken, values that ask for something.
 NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
-    ("echo", [False], [True]),
     ("presence_penalty", [0, 0.0], [0.5, False]),
     ("frequency_penalty", [0], [-0.5]),
     ("logit_bias", [{}], [{"5": 1}]),
@@ -151,7 +154,6 @@ NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
     ("min_p", [0], [0.1]),
     ("repetition_penalty", [1, 1.0], [1.1]),
     ("min_tokens", [0], [1]),
-    ("prompt_logprobs", [], [0, 1]),
     ("bad_words", [[]], [["a"]]),
     ("allowed_token_ids", [], [[1]]),
     ("response_format", [{"type": "text"}], [{"type": "json_object"}]),
@@ -207,6 +209,11 @@ def test_what_is_not_offered_is_refused_by_name(
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"best_of": 2}, "best_of"),
@@ -355,8 +362,8 @@ def test_the_openai_package_raises_its_own_classes(openai_client: OpenAI) -> Non
         openai_client.completions.create(model="other", prompt="a")
     assert raised.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="not supported yet") as refused:
-        openai_client.completions.create(model=MODEL_NAME, prompt="a", echo=True)
-    assert refused.value.param == "echo"
+        openai_client.completions.create(model=MODEL_NAME, prompt="a", suffix="b")
+    assert refused.value.param == "suffix"
 
 
 def test_unknown_paths_and_methods(server: RunningServer) -> None:
