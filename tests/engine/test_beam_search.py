@@ -1,5 +1,7 @@
 """Beam search on shared blocks, against transformers."""
 
+import itertools
+
 import pytest
 
 from jpaged.beam_search_params import BeamSearchParams
@@ -84,13 +86,16 @@ def test_equal_to_transformers(
 
 @pytest.mark.torch
 @pytest.mark.long
-def test_demo_model_equal_to_transformers(demo_model_path, demo_hf_model, make_llm):
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_demo_model_equal_to_transformers(width, demo_model_path, demo_hf_model, make_llm):
     """O-22 on real text, where end-of-sequence and neighbours' scores are those of a real model."""
     llm = make_llm(demo_model_path, max_model_len=256)
-    for width, length_penalty, early_stopping in [(2, 1.0, False), (4, 0.0, True), (6, 2.0, False)]:
+    eos = llm.tokenizer.eos_token_id
+    settings = itertools.product([0.0, 1.0, 2.0], [True, False])
+    for number, (length_penalty, early_stopping) in enumerate(settings):
         options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-        prompts = [llm.tokenizer.encode(text) for text in DEMO_PROMPTS[: 3 if width == 4 else 1]]
-        eos = llm.tokenizer.eos_token_id
+        # Every prompt with some of the settings.
+        prompts = [llm.tokenizer.encode(text) for text in DEMO_PROMPTS[3 * number :][:1]]
         expected = [
             hf_beams(demo_hf_model, prompt, width=width, eos=eos, **options) for prompt in prompts
         ]
