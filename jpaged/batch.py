@@ -82,7 +82,9 @@ def unpack_forward(
     )
     on_device = last_token.at[~known].get(mode="fill", fill_value=0)
     tokens = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-    rows = jnp.searchsorted(query_starts[1:], tokens, side="right").astype(jnp.int32)
+    # A binary search is a loop, which keeps a GPU from running the step as one graph.
+    rows = jnp.searchsorted(query_starts[1:], tokens, side="right", method="compare_all")
+    rows = rows.astype(jnp.int32)
     ends, lens = (jnp.append(values, 0) for values in (query_starts[1:], context_lens))
     is_real = rows < shape.num_rows
     return ForwardInput(

@@ -11,7 +11,7 @@ DEMO_MODEL = "smollm2-135m-instruct"
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
-AttentionBackend = Literal["auto", "xla"]
+AttentionBackend = Literal["auto", "xla", "triton"]
 
 GIB = 1 << 30
 MIN_BLOCK_SIZE = 8
@@ -66,7 +66,11 @@ class EngineConfig:
     preemption_mode: PreemptionMode = option(
         "auto", "how preempted requests come back; auto: whichever is measured to be faster"
     )
-    attention_backend: AttentionBackend = option("auto", "implementation of paged attention")
+    attention_backend: AttentionBackend = option(
+        "auto",
+        "implementation of paged attention; auto: triton on NVIDIA cards, else xla "
+        "(triton on a CPU only interprets its kernels, to test them)",
+    )
     seed: int = option(0, "base of all random keys")
     compilation_cache_dir: str | None = option(
         None, "folder of compiled programs (default: jpaged/programs in the user's cache folder)"

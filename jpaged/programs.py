@@ -96,7 +96,7 @@ class ProgramSpec:
         return [*reversed(mixed), *reversed(decode)]
 
 
-def lower_forward(spec: ProgramSpec, shape: ForwardShape) -> Lowered:
+def forward_program(spec: ProgramSpec, shape: ForwardShape) -> Callable[..., Any]:
     """(params, pools, last_token, packed) -> (hidden states of the output tokens, pools)"""
     block_size = spec.kv_cache.block_size
 
@@ -106,13 +106,22 @@ def lower_forward(spec: ProgramSpec, shape: ForwardShape) -> Lowered:
         slots = kv_slots(
             metadata.block_tables, inputs.rows, inputs.positions, block_size=block_size
         )
-        plan = spec.attention.plan(metadata, block_size=block_size, decode_only=shape.decode_only)
+        plan = spec.attention.plan(
+            metadata,
+            num_tokens=shape.num_tokens,
+            block_size=block_size,
+            decode_only=shape.decode_only,
+        )
         hidden, pools = spec.model.merge(params)(
             inputs.token_ids, inputs.positions, slots, pools, plan, attention=spec.attention
         )
         return hidden[inputs.output_tokens], pools
 
-    return jax.jit(forward, donate_argnames="pools").lower(
+    return forward
+
+
+def lower_forward(spec: ProgramSpec, shape: ForwardShape) -> Lowered:
+    return jax.jit(forward_program(spec, shape), donate_argnames="pools").lower(
         _abstract(spec.model.params),
         spec.kv_cache.abstract(),
         _int32(spec.num_slots),

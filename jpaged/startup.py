@@ -1,7 +1,9 @@
 """From engine options to an engine that is ready: files, weights, memory, programs."""
 
 import logging
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 from jpaged.cache_folder import user_cache_folder
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
+from jpaged.errors import ConfigError
 from jpaged.inputs import InputProcessor
 from jpaged.kv_cache import (
     MemoryBudget,
@@ -22,6 +25,7 @@ from jpaged.kv_cache import (
 )
 from jpaged.metrics import Metrics
 from jpaged.model_files import load_model_config, load_tokenizer, open_weights, resolve_model
+from jpaged.models.config import ModelConfig
 from jpaged.models.loading import Model, load_model
 from jpaged.programs import (
     ProgramSpec,
@@ -32,7 +36,11 @@ from jpaged.programs import (
 from jpaged.progress import progress_bar
 from jpaged.runner import Runner
 from jpaged.tokenizer import Tokenizer
-from pallas_kernels.paged_attention import PagedAttention, XlaPagedAttention
+from pallas_kernels.paged_attention import (
+    PagedAttention,
+    TritonPagedAttention,
+    XlaPagedAttention,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +63,10 @@ def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
     max_model_len = wanted_model_len(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files)
     use_compilation_cache(config)
-    model = load_model(model_config, open_weights(files), compute_dtype(config), progress=progress)
-    spec, max_model_len = plan_memory(config, model, XlaPagedAttention(), max_model_len)
+    dtype = compute_dtype(config)
+    attention = choose_attention(config, model_config, dtype, jax.local_devices()[0])
+    model = load_model(model_config, open_weights(files), dtype, progress=progress)
+    spec, max_model_len = plan_memory(config, model, attention, max_model_len)
     with progress_bar(spec.num_programs, "compiling", unit="", shown=progress) as advance:
         programs = compile_programs(spec, advance=advance)
     inputs = InputProcessor(
@@ -81,6 +91,39 @@ def compute_dtype(config: EngineConfig) -> jnp.dtype:
     if config.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     return jnp.dtype(config.dtype)
+
+
+def choose_attention(
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, device: Any
+) -> PagedAttention:
+    """The backend that an option names, or the one of the device. A backend that cannot do it is
+    no reason to take a slower one: that is refused, and the user decides."""
+    name = config.attention_backend
+    if name == "xla" or (name == "auto" and device.platform != "gpu"):
+        return XlaPagedAttention()
+    attention = TritonPagedAttention(
+        group=model.num_heads // model.num_kv_heads,
+        head_dim=model.head_dim,
+        interpret=device.platform == "cpu",
+    )
+    reason = attention.supports(
+        block_size=config.block_size, dtype=dtype, compute_capability=compute_capability(device)
+    )
+    if reason is not None:
+        raise ConfigError(
+            f"attention_backend {name!r} means 'triton' here, but {reason}. "
+            "Set attention_backend to 'xla', which is slower but can do it."
+        )
+    return attention
+
+
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """Of an NVIDIA card, e.g. (8, 0); None for anything else."""
+    version = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", version):
+        return None
+    major, minor = map(int, version.split("."))
+    return major, minor
 
 
 def use_compilation_cache(config: EngineConfig) -> None:

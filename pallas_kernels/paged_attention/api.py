@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 SINK_BLOCK = 0  # rows that only pad a batch write their K/V here; nobody reads it
+NO_WINDOW = 1 << 30
 
 
 @jax.tree_util.register_dataclass
@@ -45,8 +46,22 @@ class PagedAttention(Protocol):
         """Shape of one layer's pool."""
         ...
 
-    def plan(self, metadata: AttentionMetadata, *, block_size: int, decode_only: bool) -> Any:
-        """A pytree for `attend`. `decode_only` promises that every row is a decode or padding."""
+    def supports(
+        self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
+    ) -> str | None:
+        """Why this backend cannot serve a pool of `dtype`, or None if it can.
+
+        compute_capability: of an NVIDIA card; None on anything else.
+        """
+        ...
+
+    def plan(
+        self, metadata: AttentionMetadata, *, num_tokens: int, block_size: int, decode_only: bool
+    ) -> Any:
+        """A pytree for `attend` of `num_tokens` tokens, T.
+
+        `decode_only` promises that every row is a decode or padding.
+        """
         ...
 
     def write(
@@ -55,9 +70,16 @@ class PagedAttention(Protocol):
         key: Float[Array, "T K D"],
         value: Float[Array, "T K D"],
         slots: Int[Array, "T"],
+        *,
+        kv_scales: Float[Array, "K2"] | None = None,
     ) -> Array:
         """Put K/V of token t into slot `slots[t]` (block * block size + offset), in place when
-        the pool is donated."""
+        the pool is donated.
+
+        kv_scales: K/V are divided by these before they are stored, one for the keys and one for
+        the values of each KV head, interleaved. For pools of one byte a number, which hold what
+        is nearest in their range.
+        """
         ...
 
     def copy_blocks(self, pool: Array, sources: Int[Array, "P"], targets: Int[Array, "P"]) -> Array:
@@ -77,9 +99,25 @@ class PagedAttention(Protocol):
         ...
 
     def attend(
-        self, query: Float[Array, "T H D"], pool: Array, plan: Any, *, scale: float
+        self,
+        query: Float[Array, "T H D"],
+        pool: Array,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | Int[Array, ""] | None = None,
+        softcap: float | None = None,
+        sinks: Float[Array, "H"] | None = None,
+        kv_scales: Float[Array, "K2"] | None = None,
     ) -> Float[Array, "T H D"]:
-        """Causal attention of every token over its own sequence; rows of padding are finite."""
+        """Causal attention of every token over its own sequence; rows of padding are finite.
+
+        window: a token sees so many tokens at most, itself included; one program serves layers of
+        any window if it is an array, and NO_WINDOW is wider than any context.
+        softcap: scores x become softcap * tanh(x / softcap), after the scale.
+        sinks: a score of each head that takes part in the softmax and has no value.
+        kv_scales: those that the pool was written with.
+        """
         ...
 
 

@@ -12,9 +12,10 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.paged_attention.api import AttentionMetadata
+from pallas_kernels.paged_attention.interleaved_pool import InterleavedPool
 
 TILE = 64  # context tokens a tile; a multiple of any block size up to it
 MIN_DECODE_TILES, MAX_DECODE_TILES = 4, 16  # tiles of decode rows in one batched matmul
@@ -61,17 +62,40 @@ class XlaPlan:
 
 
 @dataclass(frozen=True)
-class XlaPagedAttention:
-    """Pool: [N, B, 2K, D], K and V interleaved by head."""
+class _Options:
+    """Of `attend`; sinks by KV head and group."""
 
+    window: Int[Array, ""] | int | None
+    softcap: float | None
+    sinks: Float[Array, "K G"] | None
+    kv_scales: Float[Array, "K2"] | None
+
+    def finish_scores(self, scores: Float[Array, "... K Q L"]) -> Float[Array, "... K Q L"]:
+        if self.kv_scales is not None:
+            scores = scores * _along_heads(self.kv_scales[0::2], scores)
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def scale_values(self, out: Float[Array, "... K Q D"]) -> Float[Array, "... K Q D"]:
+        return out if self.kv_scales is None else out * _along_heads(self.kv_scales[1::2], out)
+
+    def is_in_window(
+        self, positions: Int[Array, "..."], query_positions: Int[Array, "..."]
+    ) -> Bool[Array, "..."] | bool:
+        return self.window is None or positions > query_positions - self.window
+
+
+@dataclass(frozen=True)
+class XlaPagedAttention(InterleavedPool):
     name: str = "xla"
 
-    def pool_shape(
-        self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        return num_blocks, block_size, 2 * num_kv_heads, head_dim
+    def supports(
+        self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
+    ) -> str | None:
+        return None
 
-    def plan(self, metadata: AttentionMetadata, *, block_size: int, decode_only: bool) -> XlaPlan:
+    def plan(
+        self, metadata: AttentionMetadata, *, num_tokens: int, block_size: int, decode_only: bool
+    ) -> XlaPlan:
         num_rows, num_table_blocks = metadata.block_tables.shape
         tile_blocks = max(1, TILE // block_size)
         rows = jnp.arange(num_rows)
@@ -91,65 +115,38 @@ class XlaPagedAttention:
             decode_only=decode_only,
         )
 
-    def write(
-        self,
-        pool: Float[Array, "N B K2 D"],
-        key: Float[Array, "T K D"],
-        value: Float[Array, "T K D"],
-        slots: Int[Array, "T"],
-    ) -> Float[Array, "N B K2 D"]:
-        block_size = pool.shape[1]
-        num_tokens, num_kv_heads, head_dim = key.shape
-        interleaved = jnp.stack([key, value], axis=2).reshape(
-            num_tokens, 2 * num_kv_heads, head_dim
-        )
-        return pool.at[slots // block_size, slots % block_size].set(
-            interleaved.astype(pool.dtype), mode="drop"
-        )
-
-    def copy_blocks(
-        self,
-        pool: Float[Array, "N B K2 D"],
-        sources: Int[Array, "P"],
-        targets: Int[Array, "P"],
-    ) -> Float[Array, "N B K2 D"]:
-        return pool.at[targets].set(pool[sources], mode="drop")
-
-    def gather_blocks(
-        self, pool: Float[Array, "N B K2 D"], blocks: Int[Array, "P"]
-    ) -> Float[Array, "P B K2 D"]:
-        return pool[blocks]
-
-    def scatter_blocks(
-        self,
-        pool: Float[Array, "N B K2 D"],
-        blocks: Int[Array, "P"],
-        values: Float[Array, "P B K2 D"],
-    ) -> Float[Array, "N B K2 D"]:
-        return pool.at[blocks].set(values, mode="drop")
-
     def attend(
         self,
         query: Float[Array, "T H D"],
-        pool: Float[Array, "N B K2 D"],
+        pool: Num[Array, "N B K2 D"],
         plan: XlaPlan,
         *,
         scale: float,
+        window: int | Int[Array, ""] | None = None,
+        softcap: float | None = None,
+        sinks: Float[Array, "H"] | None = None,
+        kv_scales: Float[Array, "K2"] | None = None,
     ) -> Float[Array, "T H D"]:
         num_tokens = query.shape[0]
         num_rows = plan.query_starts.shape[0] - 1
         num_kv_heads, head_dim = pool.shape[2] // 2, pool.shape[3]
         # "T K G D": the query heads of one KV head are neighbours.
         grouped = (query * scale).reshape(num_tokens, num_kv_heads, -1, head_dim)
+        if sinks is not None:
+            sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
+        options = _Options(window, softcap, sinks, kv_scales)
         num_decode_rows = min(num_tokens, num_rows)
-        out = _attend_decodes(grouped[:num_decode_rows], pool, plan)
+        out = _attend_decodes(grouped[:num_decode_rows], pool, plan, options)
         if not plan.decode_only:
-            out = _attend_prefills(grouped, pool, plan, out)
+            out = _attend_prefills(grouped, pool, plan, options, out)
         return out.reshape(query.shape)
 
 
 def _attend_decodes(
-    query: Float[Array, "R K G D"], pool: Float[Array, "N B K2 D"], plan: XlaPlan
+    query: Float[Array, "R K G D"],
+    pool: Num[Array, "N B K2 D"],
+    plan: XlaPlan,
+    options: _Options,
 ) -> Float[Array, "R K G D"]:
     """Rows of one token, R = min(S, T). Row r is token r; rows that are no decodes get zeros."""
     num_rows, num_kv_heads, group, head_dim = query.shape
@@ -162,23 +159,26 @@ def _attend_decodes(
     def step(iteration: Array, carry: _Softmax) -> _Softmax:
         tiles = iteration * tiles_at_once + jnp.arange(tiles_at_once, dtype=jnp.int32)
         rows, ordinals = plan.decode_tiles.rows_and_ordinals(tiles)
-        key, value, positions = _gather_tiles(pool, plan, rows, ordinals)
+        key, value, positions = _gather_tiles(pool, plan, rows, ordinals, query.dtype)
         rows = jnp.minimum(rows, num_rows)
-        scores = jnp.einsum("pkgd,ptkd->pkgt", query[rows], key)
-        visible = (positions < plan.context_lens[rows][:, None])[:, None, None, :]
-        tile = _tile_softmax(scores, visible, "pkgt,ptkd->pkgd", value)
+        scores = options.finish_scores(_dot("pkgd,ptkd->pkgt", query[rows], key))
+        ends = plan.context_lens[rows][:, None]
+        visible = (positions < ends) & options.is_in_window(positions, ends - 1)
+        tile = _tile_softmax(scores, visible[:, None, None, :], "pkgt,ptkd->pkgd", value)
         return carry.merge_rows(tile, rows)
 
     start = _Softmax.empty((num_rows + 1, *heads), head_dim)
     num_iterations = -(-plan.decode_tiles.count // tiles_at_once)
     softmax = lax.fori_loop(0, num_iterations, step, start)
-    return softmax.normalised()[:num_rows].astype(query.dtype)
+    out = options.scale_values(softmax.normalised(options.sinks)[:num_rows])
+    return out.astype(query.dtype)
 
 
 def _attend_prefills(
     query: Float[Array, "T K G D"],
-    pool: Float[Array, "N B K2 D"],
+    pool: Num[Array, "N B K2 D"],
     plan: XlaPlan,
+    options: _Options,
     decoded: Float[Array, "R K G D"],
 ) -> Float[Array, "T K G D"]:
     """Put the tokens of prefill chunks behind the decoded ones.
@@ -198,7 +198,7 @@ def _attend_prefills(
         # Token i of the batch is at position context_len - (query end - i) of its sequence.
         first_position = plan.context_lens[row] - plan.query_starts[row + 1] + start
         tile_query = lax.dynamic_slice_in_dim(query, start, QUERY_TILE)
-        attended = _attend_query_tile(tile_query, pool, plan, row, first_position)
+        attended = _attend_query_tile(tile_query, pool, plan, options, (row, first_position))
         return lax.dynamic_update_slice_in_dim(out, attended, start, 0)
 
     return lax.fori_loop(0, plan.query_tiles.count, step, out)[:num_tokens]
@@ -206,12 +206,13 @@ def _attend_prefills(
 
 def _attend_query_tile(
     query: Float[Array, "Q K G D"],
-    pool: Float[Array, "N B K2 D"],
+    pool: Num[Array, "N B K2 D"],
     plan: XlaPlan,
-    row: Int[Array, ""],
-    first_position: Int[Array, ""],
+    options: _Options,
+    start: tuple[Int[Array, ""], Int[Array, ""]],
 ) -> Float[Array, "Q K G D"]:
-    """Q neighbouring tokens of one sequence, the first at `first_position`."""
+    """Q neighbouring tokens of one sequence. start: its row, and the first token's position."""
+    row, first_position = start
     num_queries, num_kv_heads, group, head_dim = query.shape
     query_positions = first_position + jnp.arange(num_queries)
     # "K (Q G) D" makes one matmul a KV head of all queries that share it.
@@ -219,29 +220,34 @@ def _attend_query_tile(
     end = jnp.minimum(first_position + num_queries, plan.context_lens[row])
 
     def step(ordinal: Array, carry: _Softmax) -> _Softmax:
-        key, value, positions = _gather_tiles(pool, plan, row[None], ordinal[None])
-        scores = jnp.einsum("kqd,tkd->kqt", stacked, key[0])
+        key, value, positions = _gather_tiles(pool, plan, row[None], ordinal[None], query.dtype)
+        scores = options.finish_scores(_dot("kqd,tkd->kqt", stacked, key[0]))
         # Queries past the end of the chunk only fill up the tile, but must stay finite.
         last_visible = jnp.minimum(jnp.repeat(query_positions, group), plan.context_lens[row] - 1)
-        visible = positions <= last_visible[:, None]
+        visible = (positions <= last_visible[:, None]) & options.is_in_window(
+            positions, last_visible[:, None]
+        )
         return carry.merge(_tile_softmax(scores, visible[None], "kqt,tkd->kqd", value[0]))
 
-    start = _Softmax.empty((num_kv_heads, num_queries * group), head_dim)
+    empty = _Softmax.empty((num_kv_heads, num_queries * group), head_dim)
     tile_tokens = _tile_blocks(pool) * pool.shape[1]
-    softmax = lax.fori_loop(0, -(-end // tile_tokens), step, start)
-    out = softmax.normalised().reshape(num_kv_heads, num_queries, group, head_dim)
+    softmax = lax.fori_loop(0, -(-end // tile_tokens), step, empty)
+    sinks = None if options.sinks is None else jnp.tile(options.sinks, (1, num_queries))
+    out = options.scale_values(softmax.normalised(sinks))
+    out = out.reshape(num_kv_heads, num_queries, group, head_dim)
     return out.transpose(1, 0, 2, 3).astype(query.dtype)
 
 
-def _tile_blocks(pool: Float[Array, "N B K2 D"]) -> int:
+def _tile_blocks(pool: Num[Array, "N B K2 D"]) -> int:
     return max(1, TILE // pool.shape[1])
 
 
 def _gather_tiles(
-    pool: Float[Array, "N B K2 D"],
+    pool: Num[Array, "N B K2 D"],
     plan: XlaPlan,
     rows: Int[Array, "P"],
     ordinals: Int[Array, "P"],
+    dtype: jnp.dtype,
 ) -> tuple[Float[Array, "P L K D"], Float[Array, "P L K D"], Int[Array, "P L"]]:
     """Keys, values and positions of the L tokens of each tile.
 
@@ -253,6 +259,8 @@ def _gather_tiles(
     columns = ordinals[:, None] * tile_blocks + jnp.arange(tile_blocks)[None, :]
     blocks = plan.block_tables[rows[:, None], columns]
     tokens = pool[blocks].reshape(num_tiles, tile_blocks * block_size, -1, head_dim)
+    if pool.dtype.itemsize == 1:
+        tokens = tokens.astype(dtype)
     positions = (
         ordinals[:, None] * (tile_blocks * block_size) + jnp.arange(tokens.shape[1])[None, :]
     )
@@ -300,9 +308,25 @@ class _Softmax:
             + jnp.einsum("sp,pkgd->skgd", member, tiles.total * new[..., None]),
         )
 
-    def normalised(self) -> Float[Array, "*R D"]:
-        """Zeros for rows that saw no token."""
-        return self.total / jnp.maximum(self.denominator, 1e-30)[..., None]
+    def normalised(self, sinks: Float[Array, "..."] | None) -> Float[Array, "*R D"]:
+        """Zeros for rows that saw no token. sinks: a score of every row, but for leading axes."""
+        if sinks is None:
+            return self.total / jnp.maximum(self.denominator, 1e-30)[..., None]
+        sinks = jnp.broadcast_to(sinks, self.maximum.shape)
+        maximum = jnp.maximum(self.maximum, sinks)
+        rescale = jnp.exp(self.maximum - maximum)
+        denominator = self.denominator * rescale + jnp.exp(sinks - maximum)
+        return self.total * (rescale / denominator)[..., None]
+
+
+def _along_heads(
+    scales: Float[Array, "K"], like: Float[Array, "... K Q L"]
+) -> Float[Array, "... K Q L"]:
+    return jnp.broadcast_to(scales[:, None, None], like.shape)
+
+
+def _dot(axes: str, query: Float[Array, "..."], key: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.einsum(axes, query, key, preferred_element_type=jnp.float32)
 
 
 def _tile_softmax(
@@ -311,7 +335,7 @@ def _tile_softmax(
     weighted_sum: str,
     value: Float[Array, "... L K D"],
 ) -> _Softmax:
-    scores = jnp.where(visible, scores.astype(jnp.float32), MASKED)
+    scores = jnp.where(visible, scores, MASKED)
     maximum = scores.max(-1)
     # Where nothing is visible, MASKED - MASKED would give weights of 1.
     weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), 0.0)

@@ -1,23 +1,37 @@
-"""Paged attention in float64 numpy, one token after the other."""
+"""Paged attention in float64 numpy, one sequence after the other."""
 
 import numpy as np
 
 
-def paged_attention_oracle(query, pool, block_tables, context_lens, query_starts, *, scale):
-    """Arguments as in `AttentionMetadata`; pool [N, B, 2K, D] interleaved by head."""
+def paged_attention_oracle(batch, *, scale, window=None, softcap=None, sinks=None):
+    """`batch` is a `RaggedBatch`; the options are those of `PagedAttention.attend`."""
+    pool, query = batch.pool.astype(np.float64), batch.query.astype(np.float64)
+    if batch.kv_scales is not None:
+        pool = pool * batch.kv_scales[:, None]
     num_kv_heads = pool.shape[2] // 2
+    group = query.shape[1] // num_kv_heads
     out = np.zeros(query.shape, np.float64)
-    for row, context_len in enumerate(context_lens):
-        start, end = query_starts[row], query_starts[row + 1]
-        tokens = pool[block_tables[row]].reshape(-1, *pool.shape[2:])[:context_len]
-        # "t H d": every query head has the key and value head of its group.
-        group = query.shape[1] // num_kv_heads
-        keys = np.repeat(tokens[:, 0::2], group, axis=1).astype(np.float64)
-        values = np.repeat(tokens[:, 1::2], group, axis=1).astype(np.float64)
-        for token in range(start, end):
-            visible = context_len - (end - token) + 1
-            scores = np.einsum("hd,thd->ht", query[token].astype(np.float64), keys[:visible])
-            weights = np.exp(scores * scale - (scores * scale).max(axis=1, keepdims=True))
-            weights /= weights.sum(axis=1, keepdims=True)
-            out[token] = np.einsum("ht,thd->hd", weights, values[:visible])
+    for row, context_len in enumerate(batch.context_lens):
+        start, end = batch.query_starts[row], batch.query_starts[row + 1]
+        tokens = pool[batch.block_tables[row]].reshape(-1, *pool.shape[2:])[:context_len]
+        tokens = np.nan_to_num(tokens)  # what is outside of the window may be gone
+        # "H t d": every query head has the key and value head of its group.
+        keys, values = (
+            np.repeat(tokens[:, first::2], group, axis=1).transpose(1, 0, 2) for first in (0, 1)
+        )
+        scores = query[start:end].transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        positions = np.arange(context_len)
+        own_positions = positions[context_len - (end - start) :][:, None]
+        visible = positions <= own_positions
+        if window is not None:
+            visible &= positions > own_positions - window
+        scores = np.where(visible, scores, -np.inf)
+        maximum = scores.max(axis=-1, keepdims=True, initial=-1e30)
+        weights = np.exp(scores - maximum)
+        denominator = weights.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            denominator += np.exp(sinks.astype(np.float64)[:, None, None] - maximum)
+        out[start:end] = (weights / denominator @ values).transpose(1, 0, 2)
     return out

@@ -1,0 +1,65 @@
+"""The pool of blocks that backends share: [N, B, 2K, D], K and V interleaved by head."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+
+class InterleavedPool:
+    """The methods of `PagedAttention` that move K/V."""
+
+    def pool_shape(
+        self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return num_blocks, block_size, 2 * num_kv_heads, head_dim
+
+    def write(
+        self,
+        pool: Num[Array, "N B K2 D"],
+        key: Float[Array, "T K D"],
+        value: Float[Array, "T K D"],
+        slots: Int[Array, "T"],
+        *,
+        kv_scales: Float[Array, "K2"] | None = None,
+    ) -> Num[Array, "N B K2 D"]:
+        block_size = pool.shape[1]
+        num_tokens, num_kv_heads, head_dim = key.shape
+        interleaved = jnp.stack([key, value], axis=2).reshape(
+            num_tokens, 2 * num_kv_heads, head_dim
+        )
+        if kv_scales is not None:
+            interleaved = interleaved.astype(jnp.float32) / kv_scales[None, :, None]
+        return pool.at[slots // block_size, slots % block_size].set(
+            _to_storage(interleaved, pool.dtype), mode="drop"
+        )
+
+    def copy_blocks(
+        self,
+        pool: Num[Array, "N B K2 D"],
+        sources: Int[Array, "P"],
+        targets: Int[Array, "P"],
+    ) -> Num[Array, "N B K2 D"]:
+        return pool.at[targets].set(pool[sources], mode="drop")
+
+    def gather_blocks(
+        self, pool: Num[Array, "N B K2 D"], blocks: Int[Array, "P"]
+    ) -> Num[Array, "P B K2 D"]:
+        return pool[blocks]
+
+    def scatter_blocks(
+        self,
+        pool: Num[Array, "N B K2 D"],
+        blocks: Int[Array, "P"],
+        values: Num[Array, "P B K2 D"],
+    ) -> Num[Array, "N B K2 D"]:
+        return pool.at[blocks].set(values, mode="drop")
+
+
+def _to_storage(values: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
+    """Pools of one byte a number hold what is nearest in their range."""
+    if dtype.itemsize > 1:
+        return values.astype(dtype)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
+    # -128 has no positive counterpart.
+    values = jnp.clip(values, -float(limits.max), float(limits.max))
+    return (jnp.round(values) if is_integer else values).astype(dtype)

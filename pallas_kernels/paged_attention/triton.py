@@ -1,0 +1,128 @@
+"""Paged attention in Pallas kernels through Triton: the path of NVIDIA GPUs from A100 on."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.paged_attention.api import AttentionMetadata
+from pallas_kernels.paged_attention.interleaved_pool import InterleavedPool
+from pallas_kernels.paged_attention.triton_decode import decode, decode_rows, decode_tile
+from pallas_kernels.paged_attention.triton_prefill import (
+    QueryTiles,
+    cut_query_tiles,
+    prefill,
+    prefill_rows,
+    prefill_tile,
+    query_tile_tokens,
+)
+from pallas_kernels.paged_attention.triton_tiles import KernelShape
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+E4M3_COMPUTE_CAPABILITY = (8, 9)
+MAX_HEAD_DIM = 256
+DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e5m2", "float8_e4m3fn")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TritonPlan:
+    """decode_lens: context of the rows that are decodes, else 0. query_tiles: all other tokens;
+    None if every row is a decode or padding."""
+
+    block_tables: Int[Array, "S M"]
+    decode_lens: Int[Array, "S"]
+    query_tiles: QueryTiles | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonPagedAttention(InterleavedPool):
+    """group: query heads that share a KV head. interpret: run the kernels as plain XLA, to test
+    them on a CPU."""
+
+    group: int
+    head_dim: int
+    interpret: bool = False
+    name: str = "triton"
+
+    def supports(
+        self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
+    ) -> str | None:
+        if compute_capability is None and not self.interpret:
+            return "its kernels run on NVIDIA cards only"
+        if compute_capability is not None and compute_capability < MIN_COMPUTE_CAPABILITY:
+            have, needed = (
+                ".".join(map(str, each)) for each in (compute_capability, MIN_COMPUTE_CAPABILITY)
+            )
+            return f"the card has compute capability {have}, and {needed} (A100) is needed"
+        if self.head_dim > MAX_HEAD_DIM:
+            return (
+                f"the model's head_dim is {self.head_dim}, and at most {MAX_HEAD_DIM} is possible"
+            )
+        if dtype.name not in DTYPES:
+            return f"the KV cache is of type {dtype.name}, and {', '.join(DTYPES)} are possible"
+        has_e4m3 = compute_capability is None or compute_capability >= E4M3_COMPUTE_CAPABILITY
+        if dtype.name == "float8_e4m3fn" and not has_e4m3:
+            return "the card cannot convert float8_e4m3fn, while float8_e5m2 is possible"
+        if block_size & (block_size - 1):
+            return f"block_size is {block_size}, which is no power of two"
+        return None
+
+    def plan(
+        self, metadata: AttentionMetadata, *, num_tokens: int, block_size: int, decode_only: bool
+    ) -> TritonPlan:
+        rows = jnp.arange(metadata.context_lens.shape[0], dtype=jnp.int32)
+        tiles = None
+        if not decode_only:
+            tiles = cut_query_tiles(
+                metadata.query_starts,
+                metadata.context_lens,
+                metadata.num_decodes,
+                num_tokens=num_tokens,
+                tile_tokens=query_tile_tokens(self.group, self.head_dim),
+            )
+        decode_lens = jnp.where(rows < metadata.num_decodes, metadata.context_lens, 0)
+        return TritonPlan(metadata.block_tables, decode_lens, tiles)
+
+    def attend(
+        self,
+        query: Float[Array, "T H D"],
+        pool: Num[Array, "N B K2 D"],
+        plan: TritonPlan,
+        *,
+        scale: float,
+        window: Int[Array, ""] | int | None = None,
+        softcap: float | None = None,
+        sinks: Float[Array, "H"] | None = None,
+        kv_scales: Float[Array, "K2"] | None = None,
+    ) -> Float[Array, "T H D"]:
+        _, num_heads, head_dim = query.shape
+        num_kv_heads, itemsize = pool.shape[2] // 2, pool.dtype.itemsize
+        assert num_heads == self.group * num_kv_heads, f"{num_heads=} {num_kv_heads=} {self.group=}"
+        assert head_dim == self.head_dim, f"{head_dim=} {self.head_dim=}"
+        # Triton's offsets have 32 bits below 4 GiB, and a sign.
+        overflows = itemsize == 1 and 2**31 < pool.size <= 2**32
+        assert not overflows, f"a pool of {pool.size} numbers of one byte: between 2 and 4 GiB"
+        shape = KernelShape(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=pool.shape[1],
+            tile=decode_tile(self.group, head_dim, itemsize),
+            rows=decode_rows(self.group, head_dim),
+            scale=scale,
+            softcap=softcap,
+            has_window=window is not None,
+            has_sinks=sinks is not None,
+            has_kv_scales=kv_scales is not None,
+        )
+        if window is not None:
+            window = jnp.asarray(window, jnp.int32).reshape(1)
+        options = tuple(each for each in (window, sinks, kv_scales) if each is not None)
+        arrays, interpret = (query, pool, plan.block_tables), self.interpret
+        out = decode(*arrays, plan.decode_lens, options, shape=shape, interpret=interpret)
+        if plan.query_tiles is None:
+            return out
+        shape = replace(shape, tile=prefill_tile(head_dim, itemsize), rows=prefill_rows(head_dim))
+        return prefill(*arrays, plan.query_tiles, out, options, shape=shape, interpret=interpret)

@@ -1,0 +1,97 @@
+"""Which implementation of attention an engine takes, and that all give the same answers."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError
+from jpaged.model_files import load_model_config, resolve_model
+from jpaged.sampling_params import SamplingParams
+from jpaged.startup import choose_attention
+from tests.random_llama import save_random_llama
+
+A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
+V100 = SimpleNamespace(platform="gpu", compute_capability="7.0")
+MI300 = SimpleNamespace(platform="gpu", compute_capability="gfx942")
+CPU = SimpleNamespace(platform="cpu")
+TPU = SimpleNamespace(platform="tpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_random_llama(tmp_path_factory.mktemp("random"))
+
+
+def answers(llm):
+    """Twice, so that blocks are found again; prompts of which some begin alike."""
+    prompts = [
+        {"prompt_token_ids": [(start + 7 * index) % 200 for index in range(length)]}
+        for length, start in [(75, 3), (20, 3), (1, 9), (50, 4), (64, 3), (33, 5)]
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    outputs = [output for _ in range(2) for output in llm.generate(prompts, params)]
+    llm.engine.scheduler.check_integrity()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.slow
+def test_kernels_answer_as_xla_does(folder, make_llm):
+    """With the prefix cache on, prompts in chunks, and too few blocks for all requests."""
+    expected = answers(make_llm(folder, max_num_batched_tokens=64))
+    llm = make_llm(
+        folder, attention_backend="triton", max_num_batched_tokens=64, num_gpu_blocks_override=20
+    )
+    before = num_preemptions(llm)
+    assert answers(llm) == expected
+    assert num_preemptions(llm) > before
+
+
+def num_preemptions(llm) -> float:
+    rendered = llm.engine.metrics.render()[0].decode()
+    [value] = re.findall(r"^jpaged:num_preemptions_total\{.*\} (.*)$", rendered, re.M)
+    return float(value)
+
+
+@pytest.fixture(scope="module")
+def choose(folder):
+    tiny = load_model_config(resolve_model(str(folder)))
+
+    def choosing(device, *, backend="auto", dtype="bfloat16", head_dim=128):
+        model = replace(tiny, head_dim=head_dim)
+        config = EngineConfig(attention_backend=backend)
+        return choose_attention(config, model, jnp.dtype(dtype), device)
+
+    return choosing
+
+
+def test_each_device_has_its_backend(choose):
+    assert choose(A100).name == "triton"
+    assert choose(A100, backend="xla").name == "xla"
+    assert choose(V100, backend="xla").name == "xla"
+    assert choose(CPU).name == choose(TPU).name == "xla"
+
+
+def test_only_a_cpu_interprets_kernels(choose):
+    assert not choose(A100).interpret
+    assert choose(CPU, backend="triton").interpret
+
+
+@pytest.mark.parametrize(
+    "device,options,reason",
+    [
+        (V100, {}, "compute capability 7.0, and 8.0"),
+        (MI300, {}, "NVIDIA cards only"),
+        (TPU, {"backend": "triton"}, "NVIDIA cards only"),
+        (A100, {"head_dim": 512}, "head_dim is 512, and at most 256"),
+        (A100, {"dtype": "float8_e4m3fn"}, "cannot convert float8_e4m3fn"),
+        (A100, {"dtype": "uint8"}, "of type uint8, and float32, "),
+    ],
+)
+def test_what_kernels_cannot_do_is_refused(choose, device, options, reason):
+    """O-62: no slower path is taken unasked."""
+    with pytest.raises(ConfigError, match=f"{reason}.*Set attention_backend to 'xla'"):
+        choose(device, **options)
