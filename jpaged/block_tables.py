@@ -3,11 +3,12 @@
 Host side only: imports no JAX. Who gets blocks, and when, is up to the scheduler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jpaged.block_pool import BlockPool
 from jpaged.prefix_cache import PrefixCache, PrefixMatch
 from jpaged.request import Request
+from jpaged.scheduled_batch import ScheduledRequest
 
 Copies = list[tuple[int, int]]
 
@@ -173,6 +174,19 @@ class BlockTables:
             assert request.num_registered_blocks <= next_block, request.request_id
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity(requests)
+
+    def check_writes(self, rows: Iterable[ScheduledRequest]) -> None:
+        """Raise if a row of a step would write to a block that somebody else reads."""
+        for row in rows:
+            first, last = row.start, row.start + row.num_tokens - 1
+            # Forks read what the row writes, from the next step on.
+            num_holders = 1 + len(row.forks)
+            for index in range(first // self.block_size, last // self.block_size + 1):
+                block = row.request.block_ids[index]
+                count = self.block_pool.reference_count(block)
+                assert count == num_holders, (
+                    f"{row.request.request_id} writes to block {block}, which has {count} holders"
+                )
 
     def _is_shared(self, block: int) -> bool:
         return self.block_pool.reference_count(block) > 1

@@ -137,6 +137,8 @@ class Engine:
         timings = self.step_timings
         started = time.perf_counter()
         batch = self.scheduler.schedule()
+        if self._check_invariants:
+            self.scheduler.tables.check_writes(batch.rows)
         scheduled = time.perf_counter()
         timings.scheduling += scheduled - started
         finished_step = self._launched

@@ -17,6 +17,7 @@ from jpaged.prefill_clock import StepTrace
 from jpaged.request import Request
 from jpaged.runner import LaunchedStep, Runner
 from jpaged.scheduled_batch import ScheduledBatch
+from tests.engine.poison import Poison
 
 VOCAB_SIZE = 8
 POISON = -1
@@ -69,40 +70,27 @@ class ScriptedRunner(Runner):
         )
         self.pool = np.full((num_blocks + 1, block_size), POISON)
         self.last_token = [POISON] * num_slots
-        self._allocated: set[int] = set()
 
     def watch(self, block_pool: BlockPool) -> None:
-        """Poison what the pool hands out from now on, and what is free and of no known content."""
+        """Poison what nobody may read, from now on."""
         self.block_pool = block_pool
-        allocate = block_pool.allocate
-
-        def watched_allocate(count: int) -> list[int]:
-            blocks = allocate(count)
-            self._allocated.update(blocks)
-            return blocks
-
-        block_pool.allocate = watched_allocate
+        self._poison = Poison(block_pool)
 
     def time_swap(self) -> float:
         return 1e-9
 
     def move_blocks(self, batch: ScheduledBatch) -> None:
-        """The order of a real device: out, in, copies. What is handed out anew may be the source
-        of a copy still, but of nothing else."""
+        """In the order of a real device: out, in, copies."""
         for out in batch.swap_outs:
             out.swapped.data = self.pool[out.blocks]
-        before = self.pool.copy()
-        for block in range(1, len(self.pool)):
-            is_unknown = self.block_pool.digest(block) is None
-            if block in self._allocated or (self.block_pool.is_free(block) and is_unknown):
-                self.pool[block] = POISON
-        self._allocated.clear()
+        self.pool[self._poison.unreadable(batch)] = POISON
         for back in batch.swap_ins:
             for content, target in zip(back.swapped.data, back.targets, strict=True):
                 if target is not None:
-                    self.pool[target] = before[target] = content
+                    self.pool[target] = content
         targets = [target for _, target in batch.copies]
         assert len(set(targets)) == len(targets), "which copy wins is undefined"
+        before = self.pool.copy()
         for source, target in batch.copies:
             self.pool[target] = before[source]
 
