@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from os.path import commonprefix
+from typing import NamedTuple
 
 from jpaged.block_pool import BlockPool
 from jpaged.outputs import TokenLogprobs
@@ -45,8 +46,7 @@ class PrefixMatch:
     scores: list[Score] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
+class CachedBlock(NamedTuple):
     """What is in a registered block; `digest` is that of `parent` and `token_ids`."""
 
     digest: bytes

@@ -63,7 +63,9 @@ PROMPTS = [[5, 9, 200, 31, 8], list(range(40, 59)), [(7 * index) % 250 for index
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("width", [2, 4, 6])
+@pytest.mark.parametrize(
+    "width", [4, pytest.param(2, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("early_stopping", [True, False])
 def test_equal_to_transformers(
@@ -109,6 +111,7 @@ def folder(tmp_path_factory):
     return save_random_llama(tmp_path_factory.mktemp("random"))
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_how_they_ran(folder, make_llm):
     """Alone, beside others, with little memory, without the cache: the same beams."""
     options = {"beam_width": 3, "length_penalty": 1.0}

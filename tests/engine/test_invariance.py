@@ -65,7 +65,10 @@ def expected(folder, make_llm):
 
 
 @pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("budget", [16, 64, 128])
+@pytest.mark.parametrize(
+    "budget",
+    [16, pytest.param(64, marks=pytest.mark.long), pytest.param(128, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("memory", ["roomy", "recompute", "swap"])
 def test_answers_never_change(folder, make_llm, expected, cache, budget, memory):
     pressure = {"num_gpu_blocks_override": 14, "preemption_mode": memory}

@@ -53,8 +53,17 @@ def test_variants_of_llama(variant, tiny_llama, hf_model, make_llm):
     assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts], expected)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-@pytest.mark.parametrize("budget", [16, 64, 512])
+@pytest.mark.parametrize(
+    "block_size,budget",
+    [
+        *[(8, 64), (16, 16), (32, 512), (128, 64)],
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in [(8, 16), (8, 512), (16, 64), (16, 512)]
+            + [(32, 16), (32, 64), (128, 16), (128, 512)]
+        ),
+    ],
+)
 def test_block_sizes_and_budgets(block_size, budget, tiny_llama, hf_model, make_llm):
     """O-01: every row reads its own blocks in any order of rows. O-13: chunks change nothing."""
     folder = tiny_llama(max_position_embeddings=512)

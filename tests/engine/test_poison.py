@@ -58,6 +58,7 @@ def poison(llm) -> None:
     runner.move_blocks = poisoning_move_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_nobody_reads_what_is_not_written(folder, make_llm, mode):
     """O-01, O-03, O-07: samples, beams, copies of parts, preemption, all in one pool."""

@@ -106,6 +106,7 @@ def test_scores_that_nobody_kept_are_computed(folder, make_llm, cold):
     assert ask(llm, prompt, plain).num_cached_tokens == 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["roomy", "recompute", "swap"])
 @pytest.mark.parametrize("cache", [True, False])
 def test_scores_never_change(folder, make_llm, cold, cache, memory):

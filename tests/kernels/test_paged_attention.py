@@ -90,7 +90,14 @@ def heads(group, head_dim, **options):
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     "block_size,group,head_dim",
-    [(8, 1, 64), (16, 3, 80), (32, 4, 96), (128, 8, 128), (16, 4, 256), (16, 3, 20)],
+    [
+        (8, 1, 64),
+        (16, 3, 20),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(16, 3, 80), (32, 4, 96), (128, 8, 128), (16, 4, 256)]
+        ),
+    ],
 )
 @pytest.mark.parametrize("rows", [DECODES, PREFILLS], ids=["decodes", "prefills"])
 def test_lengths(name, rows, block_size, group, head_dim):
