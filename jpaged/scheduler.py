@@ -165,7 +165,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.swapped is not None:
                 break
-            if request.num_tokens_to_compute == 0:
+            if request.max_tokens == 0 and request.num_tokens_to_compute == 0:
                 self._end_without_work(request, batch)
                 continue
             if any(sibling.is_prefilling for sibling in request.siblings):
