@@ -35,6 +35,7 @@ class ScheduledBatch:
 
     swap_outs, swap_ins: blocks to move to host memory, and back; never both. They come first.
     copies: blocks to copy (from, to) before anything is computed, all at the same time.
+    num_outputs: tokens whose logits are used.
     finished: requests that scheduling itself has ended, since the pool cannot hold more of them.
     """
 
@@ -46,22 +47,36 @@ class ScheduledBatch:
     copies: list[tuple[int, int]] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
+    num_outputs: int = 0
+
+    def add_decode(self, row: ScheduledRequest) -> None:
+        self.decodes.append(row)
+        self._count(row)
+
+    def add_prefill(self, row: ScheduledRequest) -> None:
+        self.prefills.append(row)
+        self._count(row)
+
+    def add_fork(self, row: ScheduledRequest, sibling: Request) -> None:
+        row.forks.append(sibling)
+        self.num_outputs += 1
 
     def drop_rows(self, request: Request) -> None:
         """Compute nothing of the request after all."""
         self.decodes = [row for row in self.decodes if row.request is not request]
         self.prefills = [row for row in self.prefills if row.request is not request]
-        self.num_tokens = sum(row.num_tokens for row in self.rows)
+        self.num_tokens = self.num_outputs = 0
+        for row in self.rows:
+            self._count(row)
+
+    def _count(self, row: ScheduledRequest) -> None:
+        self.num_tokens += row.num_tokens
+        self.num_outputs += len(row.sampled) + len(row.scored)
 
     @property
     def rows(self) -> list[ScheduledRequest]:
         """Decodes first: the order of the rows on the device."""
         return self.decodes + self.prefills
-
-    @property
-    def num_outputs(self) -> int:
-        """Tokens whose logits are used."""
-        return sum(len(row.sampled) + len(row.scored) for row in self.rows)
 
     @property
     def scored_rows(self) -> list[ScheduledRequest]:

@@ -148,8 +148,7 @@ class Scheduler:
         for request in self._runnable(decoding=True):
             if self._grow(request, batch):
                 start = request.num_computed_tokens
-                batch.decodes.append(ScheduledRequest(request, start, 1, is_sampled=True))
-                batch.num_tokens += 1
+                batch.add_decode(ScheduledRequest(request, start, 1, is_sampled=True))
 
     def _continue_prefills(self, batch: ScheduledBatch) -> None:
         for request in self._runnable(decoding=False):
@@ -278,8 +277,7 @@ class Scheduler:
             is_sampled = start + num_tokens == request.num_tokens
             scored = request.scores_of(start, num_tokens)
             row = ScheduledRequest(request, start, num_tokens, is_sampled, scored)
-            batch.prefills.append(row)
-            batch.num_tokens += num_tokens
+            batch.add_prefill(row)
             if is_sampled and start + num_tokens == request.num_prompt_tokens:
                 self._fork_siblings(row, batch)
 
@@ -300,7 +298,7 @@ class Scheduler:
                 self.tables.share(sibling, row.request)
                 sibling.first_scheduled_time = time.monotonic()
                 sibling.num_computed_tokens = row.request.num_prompt_tokens
-                row.forks.append(sibling)
+                batch.add_fork(row, sibling)
 
     def _grow(self, request: Request, batch: ScheduledBatch) -> bool:
         """Give the request a slot of its own for one more token. Later arrivals are preempted if
