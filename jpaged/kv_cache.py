@@ -126,6 +126,25 @@ def choose_num_blocks(
     return num_blocks
 
 
+def fit_pool(config: EngineConfig, attention: PagedAttention, wanted: KVCacheSpec) -> int:
+    """Usable blocks: those wanted, or fewer where the backend cannot work with so many."""
+    num_blocks, *block_shape = wanted.layer_shape
+    largest = attention.largest_pool(
+        num_blocks=num_blocks, block_shape=tuple(block_shape), itemsize=wanted.dtype.itemsize
+    )
+    num_possible = wanted.num_blocks - (num_blocks - largest)
+    if num_possible == wanted.num_blocks:
+        return num_possible
+    if config.num_gpu_blocks_override is not None:
+        raise ConfigError(
+            f"num_gpu_blocks_override is {config.num_gpu_blocks_override}, but {attention.name} "
+            f"attention cannot work with a {wanted.dtype.name} KV cache of that size: "
+            f"choose at most {num_possible}."
+        )
+    logger.info("%d blocks, the most %s attention can do", num_possible, attention.name)
+    return num_possible
+
+
 def choose_num_swap_blocks(config: EngineConfig, *, block_num_bytes: int) -> int:
     """Blocks that host memory may take of preempted requests."""
     is_cpu = jax.default_backend() == "cpu"

@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,9 +21,11 @@ from jpaged.kv_cache import (
     choose_num_swap_blocks,
     device_memory_limit,
     fit_max_model_len,
+    fit_pool,
     kv_cache_spec,
     wanted_model_len,
 )
+from jpaged.kv_scales import with_kv_scales
 from jpaged.metrics import Metrics
 from jpaged.model_files import load_model_config, load_tokenizer, open_weights, resolve_model
 from jpaged.models.config import ModelConfig
@@ -64,8 +67,10 @@ def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files)
     use_compilation_cache(config)
     dtype = compute_dtype(config)
-    attention = choose_attention(config, model_config, dtype, jax.local_devices()[0])
+    kv_dtype = kv_cache_dtype(config, dtype)
+    attention = choose_attention(config, model_config, kv_dtype, jax.local_devices()[0])
     model = load_model(model_config, open_weights(files), dtype, progress=progress)
+    model = with_kv_scales(model, kv_dtype)
     spec, max_model_len = plan_memory(config, model, attention, max_model_len)
     with progress_bar(spec.num_programs, "compiling", unit="", shown=progress) as advance:
         programs = compile_programs(spec, advance=advance)
@@ -93,28 +98,34 @@ def compute_dtype(config: EngineConfig) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
+def kv_cache_dtype(config: EngineConfig, compute: jnp.dtype) -> jnp.dtype:
+    return compute if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+
+
 def choose_attention(
-    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, device: Any
+    config: EngineConfig, model: ModelConfig, kv_dtype: jnp.dtype, device: Any
 ) -> PagedAttention:
     """The backend that an option names, or the one of the device. A backend that cannot do it is
     no reason to take a slower one: that is refused, and the user decides."""
     name = config.attention_backend
-    if name == "xla" or (name == "auto" and device.platform != "gpu"):
-        return XlaPagedAttention()
-    attention = TritonPagedAttention(
-        group=model.num_heads // model.num_kv_heads,
-        head_dim=model.head_dim,
-        interpret=device.platform == "cpu",
-    )
-    reason = attention.supports(
-        block_size=config.block_size, dtype=dtype, compute_capability=compute_capability(device)
-    )
-    if reason is not None:
-        raise ConfigError(
-            f"attention_backend {name!r} means 'triton' here, but {reason}. "
-            "Set attention_backend to 'xla', which is slower but can do it."
+    attention: PagedAttention = XlaPagedAttention()
+    if name == "triton" or (name == "auto" and device.platform == "gpu"):
+        attention = TritonPagedAttention(
+            group=model.num_heads // model.num_kv_heads,
+            head_dim=model.head_dim,
+            interpret=device.platform == "cpu",
         )
-    return attention
+    reason = attention.supports(
+        block_size=config.block_size,
+        dtype=kv_dtype,
+        compute_capability=compute_capability(device),
+    )
+    if reason is None:
+        return attention
+    message = f"attention_backend {name!r} means {attention.name!r} here, but {reason}."
+    if attention.name != "xla":
+        message += " Set attention_backend to 'xla', which is slower but can do it."
+    raise ConfigError(message)
 
 
 def compute_capability(device: Any) -> tuple[int, int] | None:
@@ -138,12 +149,14 @@ def plan_memory(
     config: EngineConfig, model: Model, attention: PagedAttention, max_model_len: int
 ) -> tuple[ProgramSpec, int]:
     """What to compile and the context limit that the memory allows."""
+    kv_dtype = kv_cache_dtype(config, model.dtype)
+    make_kv_cache = partial(
+        kv_cache_spec, model.config, attention, kv_dtype, block_size=config.block_size
+    )
     spec = ProgramSpec(
         model=model,
         attention=attention,
-        kv_cache=kv_cache_spec(
-            model.config, attention, model.dtype, num_blocks=1, block_size=config.block_size
-        ),
+        kv_cache=make_kv_cache(num_blocks=1),
         num_slots=config.max_num_seqs,
         max_num_tokens=config.max_num_batched_tokens,
         num_table_blocks=-(-max_model_len // config.block_size),
@@ -155,17 +168,15 @@ def plan_memory(
         weights=model.num_bytes,
         programs=measured_program_bytes(spec) if must_measure(config) else 0,
     )
-    block_num_bytes = block_bytes(model.config, model.dtype, config.block_size)
+    block_num_bytes = block_bytes(model.config, kv_dtype, config.block_size)
     num_blocks = choose_num_blocks(
         config, budget, block_num_bytes=block_num_bytes, max_model_len=max_model_len
     )
+    num_blocks = fit_pool(config, attention, make_kv_cache(num_blocks=num_blocks))
     max_model_len = fit_max_model_len(config, num_blocks, max_model_len)
-    kv_cache = kv_cache_spec(
-        model.config, attention, model.dtype, num_blocks=num_blocks, block_size=config.block_size
-    )
     spec = replace(
         spec,
-        kv_cache=kv_cache,
+        kv_cache=make_kv_cache(num_blocks=num_blocks),
         num_table_blocks=-(-max_model_len // config.block_size),
         num_swap_blocks=choose_num_swap_blocks(config, block_num_bytes=block_num_bytes),
     )

@@ -3,6 +3,7 @@
 Reads top to bottom: attention, MLP, layer, model, weight table.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,10 @@ from pallas_kernels.paged_attention import PagedAttention
 
 
 class Attention(nnx.Module):
-    """qkv holds the projections of all query heads, then key heads, then value heads."""
+    """qkv holds the projections of all query heads, then key heads, then value heads.
+
+    kv_scales: as `PagedAttention.write` wants them; None if K/V are stored as they are.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.num_heads = config.num_heads
@@ -28,6 +32,7 @@ class Attention(nnx.Module):
         use_bias, width = config.attention_bias, config.num_heads * config.head_dim
         self.qkv = Linear(config.hidden_size, num_qkv_heads * config.head_dim, dtype, use_bias)
         self.out = Linear(width, config.hidden_size, dtype, use_bias)
+        self.kv_scales: nnx.Variable | None = nnx.data(None)
 
     def __call__(
         self,
@@ -43,8 +48,11 @@ class Attention(nnx.Module):
         heads = self.qkv(x).reshape(num_tokens, -1, self.head_dim)
         first_key, first_value = self.num_heads, self.num_heads + self.num_kv_heads
         rotated = apply_rope(heads[:, :first_value], angles)
-        pool = attention.write(pool, rotated[:, first_key:], heads[:, first_value:], slots)
-        out = attention.attend(rotated[:, :first_key], pool, plan, scale=self.head_dim**-0.5)
+        query, key, value = rotated[:, :first_key], rotated[:, first_key:], heads[:, first_value:]
+        kv_scales = None if self.kv_scales is None else self.kv_scales[...]
+        pool = attention.write(pool, key, value, slots, kv_scales=kv_scales)
+        scale = self.head_dim**-0.5
+        out = attention.attend(query, pool, plan, scale=scale, kv_scales=kv_scales)
         return self.out(out.reshape(num_tokens, -1)), pool
 
 
@@ -115,6 +123,11 @@ class Llama(nnx.Module):
             x, pool = _run_layer(graph, state, layer_inputs, attention=attention)
             new_pools.append(pool)
         return x, tuple(new_pools)
+
+    def set_kv_scales(self, kv_scales: Sequence[Float[Array, "K2"]]) -> None:
+        """One array a layer."""
+        for layer, scales in zip(self.layers, kv_scales, strict=True):
+            layer.attention.kv_scales = nnx.Variable(scales)
 
     def logits(self, x: Float[Array, "S E"]) -> Float[Array, "S V"]:
         head = self.embedding if self.config.tie_word_embeddings else self.lm_head

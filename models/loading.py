@@ -5,8 +5,9 @@ modules are split once here and only merged while a program is traced.
 """
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,14 @@ class Model:
     def merge(self, params: tuple[jax.Array, ...]) -> Any:
         """The module over the given arrays; called while tracing."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, params))
+
+    def with_kv_scales(self, kv_scales: Sequence[jax.Array]) -> Self:
+        """The model that stores its K/V divided by these, one array a layer."""
+        module = self.merge(self.params)
+        module.set_kv_scales(kv_scales)
+        graph, state = nnx.split(module)
+        params, treedef = jax.tree.flatten(state)
+        return replace(self, graph=graph, treedef=treedef, params=tuple(params))
 
     @property
     def num_bytes(self) -> int:

@@ -46,6 +46,17 @@ class PagedAttention(Protocol):
         """Shape of one layer's pool."""
         ...
 
+    def largest_pool(self, *, num_blocks: int, block_shape: tuple[int, ...], itemsize: int) -> int:
+        """Most blocks, up to `num_blocks`, that a pool may have; for numbers of `itemsize` bytes.
+
+        block_shape: that of the pool without its first axis.
+        """
+        ...
+
+    def largest_values(self, pool: Array) -> Float[Array, "K2"]:
+        """Largest absolute key and value of each KV head in the pool, interleaved."""
+        ...
+
     def supports(
         self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
     ) -> str | None:

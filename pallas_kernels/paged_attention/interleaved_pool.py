@@ -12,6 +12,12 @@ class InterleavedPool:
     ) -> tuple[int, ...]:
         return num_blocks, block_size, 2 * num_kv_heads, head_dim
 
+    def largest_pool(self, *, num_blocks: int, block_shape: tuple[int, ...], itemsize: int) -> int:
+        return num_blocks
+
+    def largest_values(self, pool: Num[Array, "N B K2 D"]) -> Float[Array, "K2"]:
+        return jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 1, 3))
+
     def write(
         self,
         pool: Num[Array, "N B K2 D"],

@@ -1,5 +1,6 @@
 """Paged attention in Pallas kernels through Triton: the path of NVIDIA GPUs from A100 on."""
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -22,6 +23,8 @@ from pallas_kernels.paged_attention.triton_tiles import KernelShape
 MIN_COMPUTE_CAPABILITY = (8, 0)
 E4M3_COMPUTE_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256
+# Triton's offsets have 32 bits, and a sign, below 4 GiB.
+BYTES_THAT_OVERFLOW = range(2**31 + 1, 2**32 + 1)
 DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e5m2", "float8_e4m3fn")
 
 
@@ -69,6 +72,12 @@ class TritonPagedAttention(InterleavedPool):
             return f"block_size is {block_size}, which is no power of two"
         return None
 
+    def largest_pool(self, *, num_blocks: int, block_shape: tuple[int, ...], itemsize: int) -> int:
+        size = math.prod(block_shape)
+        if itemsize == 1 and num_blocks * size in BYTES_THAT_OVERFLOW:
+            return BYTES_THAT_OVERFLOW.start // size
+        return num_blocks
+
     def plan(
         self, metadata: AttentionMetadata, *, num_tokens: int, block_size: int, decode_only: bool
     ) -> TritonPlan:
@@ -99,11 +108,13 @@ class TritonPagedAttention(InterleavedPool):
     ) -> Float[Array, "T H D"]:
         _, num_heads, head_dim = query.shape
         num_kv_heads, itemsize = pool.shape[2] // 2, pool.dtype.itemsize
+        num_blocks, *block_shape = pool.shape
         assert num_heads == self.group * num_kv_heads, f"{num_heads=} {num_kv_heads=} {self.group=}"
         assert head_dim == self.head_dim, f"{head_dim=} {self.head_dim=}"
-        # Triton's offsets have 32 bits below 4 GiB, and a sign.
-        overflows = itemsize == 1 and 2**31 < pool.size <= 2**32
-        assert not overflows, f"a pool of {pool.size} numbers of one byte: between 2 and 4 GiB"
+        largest = self.largest_pool(
+            num_blocks=num_blocks, block_shape=tuple(block_shape), itemsize=itemsize
+        )
+        assert num_blocks == largest, f"{num_blocks=}, and at most {largest} work"
         shape = KernelShape(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

@@ -91,6 +91,9 @@ class XlaPagedAttention(InterleavedPool):
     def supports(
         self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
     ) -> str | None:
+        is_float8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
+        if is_float8 and compute_capability is None:
+            return f"XLA would widen the whole {dtype.name} pool in every layer; int8 is possible"
         return None
 
     def plan(

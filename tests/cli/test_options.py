@@ -21,6 +21,7 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("served_model_name", ["--served-model-name", "mine"], "mine"),
     ("skip_tokenizer_init", ["--skip-tokenizer-init"], True),
     ("dtype", ["--dtype", "bfloat16"], "bfloat16"),
+    ("kv_cache_dtype", ["--kv-cache-dtype", "int8"], "int8"),
     ("max_model_len", ["--max-model-len", "4K"], 4096),
     ("block_size", ["--block-size=32"], 32),
     ("max_num_seqs", ["--max-num-seqs", "7"], 7),
@@ -111,6 +112,7 @@ BAD_OPTIONS = [
     ("--num-gpu-blocks-override", "0"),
     ("--seed", "1.5"),
     ("--attention-backend", "magic"),
+    *(("--kv-cache-dtype", value) for value in ("fp8", "bfloat16", "")),
     *(("--port", value) for value in ("99999", "-1", "http", "80.5")),
     *(("--shutdown-timeout", value) for value in ("-1", "nan", "inf", "soon")),
     ("--served-model-name", ""),
@@ -167,7 +169,10 @@ def test_other_texts_are_no_integers(text: str) -> None:
         integer(text)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+ENGINE_COMMANDS = [command for command in COMMANDS if command.name != "bench"]
+
+
+@pytest.mark.parametrize("command", ENGINE_COMMANDS, ids=lambda command: command.name)
 def test_help_shows_every_option_and_default(command: Any) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

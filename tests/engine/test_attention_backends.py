@@ -95,3 +95,11 @@ def test_what_kernels_cannot_do_is_refused(choose, device, options, reason):
     """O-62: no slower path is taken unasked."""
     with pytest.raises(ConfigError, match=f"{reason}.*Set attention_backend to 'xla'"):
         choose(device, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
+def test_xla_refuses_what_it_would_do_badly(choose, dtype):
+    """Measured: six times the pool's size in temporary memory."""
+    with pytest.raises(ConfigError, match=f"widen the whole {dtype} pool.*int8 is possible"):
+        choose(CPU, dtype=dtype)
+    assert choose(CPU, dtype="int8").name == choose(A100, backend="xla", dtype=dtype).name == "xla"

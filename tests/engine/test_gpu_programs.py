@@ -84,12 +84,14 @@ class SplitAttention:
     def plan(self, metadata, **options):
         return self.inner.plan(metadata, **options)
 
-    def write(self, pool, key, value, slots):
+    def write(self, pool, key, value, slots, *, kv_scales=None):
+        assert kv_scales is None
         specs = (POOL, HEADS, HEADS, P())
         write = jax.shard_map(self.inner.write, in_specs=specs, out_specs=POOL, check_vma=False)
         return write(pool, key, value, slots)
 
-    def attend(self, query, pool, plan, *, scale):
+    def attend(self, query, pool, plan, *, scale, kv_scales=None):
+        assert kv_scales is None
         attend = jax.shard_map(
             partial(self.inner.attend, scale=scale),
             in_specs=(HEADS, POOL, P()),
