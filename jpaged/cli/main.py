@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jpaged.cli.bench import BENCH
 from jpaged.cli.chat import CHAT
 from jpaged.cli.command import Command
 from jpaged.cli.generate import GENERATE
@@ -12,7 +13,7 @@ from jpaged.cli.serve import SERVE
 from jpaged.errors import JpagedError
 from jpaged.version import version
 
-COMMANDS: tuple[Command, ...] = (SERVE, GENERATE, CHAT)
+COMMANDS: tuple[Command, ...] = (SERVE, GENERATE, CHAT, BENCH)
 
 USER_ERROR = 2  # argparse's exit code for bad arguments, too
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
