@@ -35,7 +35,7 @@ class InterleavedPool:
         if kv_scales is not None:
             interleaved = interleaved.astype(jnp.float32) / kv_scales[None, :, None]
         return pool.at[slots // block_size, slots % block_size].set(
-            _to_storage(interleaved, pool.dtype), mode="drop"
+            to_storage(interleaved, pool.dtype), mode="drop"
         )
 
     def copy_blocks(
@@ -60,7 +60,7 @@ class InterleavedPool:
         return pool.at[blocks].set(values, mode="drop")
 
 
-def _to_storage(values: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
+def to_storage(values: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
     """Pools of one byte a number hold what is nearest in their range."""
     if dtype.itemsize > 1:
         return values.astype(dtype)

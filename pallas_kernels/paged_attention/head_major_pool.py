@@ -1,0 +1,71 @@
+"""The pool of blocks that TPU kernels want: [N, K, B, 2W], K and V of a head side by side.
+
+The last two axes are what a TPU tiles: a block of one head is whole tiles whatever the number of
+heads is. W is the head dimension, filled up with zeros to 64 or to a multiple of 128; memory would
+be taken up to there anyway.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.paged_attention.interleaved_pool import to_storage
+
+LANES = 128
+
+
+def padded_width(head_dim: int) -> int:
+    """W. Keys and values of 64 dimensions fill the 128 lanes of a register together."""
+    return LANES // 2 if head_dim <= LANES // 2 else -(-head_dim // LANES) * LANES
+
+
+class HeadMajorPool:
+    """The methods of `PagedAttention` that move K/V."""
+
+    def pool_shape(
+        self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return num_blocks, num_kv_heads, block_size, 2 * padded_width(head_dim)
+
+    def write(
+        self,
+        pool: Num[Array, "N K B W2"],
+        key: Float[Array, "T K D"],
+        value: Float[Array, "T K D"],
+        slots: Int[Array, "T"],
+        *,
+        kv_scales: Float[Array, "K2"] | None = None,
+    ) -> Num[Array, "N K B W2"]:
+        num_blocks, num_kv_heads, block_size, width = pool.shape
+        if kv_scales is not None:
+            key = key.astype(jnp.float32) / kv_scales[None, 0::2, None]
+            value = value.astype(jnp.float32) / kv_scales[None, 1::2, None]
+        fill = ((0, 0), (0, 0), (0, width // 2 - key.shape[2]))
+        pair = jnp.concatenate([jnp.pad(key, fill), jnp.pad(value, fill)], axis=2)
+        heads = jnp.arange(num_kv_heads, dtype=slots.dtype)[None, :]
+        blocks, offsets = slots[:, None] // block_size, slots[:, None] % block_size
+        # Rows of a matrix are scattered in place, while a scatter into a middle axis copies.
+        rows = pool.reshape(num_blocks * num_kv_heads * block_size, width)
+        indices = (blocks * num_kv_heads + heads) * block_size + offsets
+        rows = rows.at[indices].set(to_storage(pair, pool.dtype), mode="drop")
+        return rows.reshape(pool.shape)
+
+    def copy_blocks(
+        self,
+        pool: Num[Array, "N K B W2"],
+        sources: Int[Array, "P"],
+        targets: Int[Array, "P"],
+    ) -> Num[Array, "N K B W2"]:
+        return pool.at[targets].set(pool[sources], mode="drop")
+
+    def gather_blocks(
+        self, pool: Num[Array, "N K B W2"], blocks: Int[Array, "P"]
+    ) -> Num[Array, "P K B W2"]:
+        return pool[blocks]
+
+    def scatter_blocks(
+        self,
+        pool: Num[Array, "N K B W2"],
+        blocks: Int[Array, "P"],
+        values: Num[Array, "P K B W2"],
+    ) -> Num[Array, "N K B W2"]:
+        return pool.at[blocks].set(values, mode="drop")

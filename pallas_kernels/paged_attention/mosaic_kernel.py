@@ -1,0 +1,407 @@
+"""The TPU kernel of paged attention, in Pallas through Mosaic.
+
+A step of the grid is one work item. K/V blocks of all heads come by DMA into two buffers in turn:
+while one is computed with, the next one fills, across the borders of items as well.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.paged_attention.head_major_pool import LANES
+from pallas_kernels.paged_attention.mosaic_items import WorkItems
+
+MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
+MAX_UNROLLED_HEADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MosaicShape:
+    """Everything static that the kernel depends on.
+
+    width: W of the pool. tile_tokens: query tokens of a tile; 1 for decodes.
+    fetch_blocks: K/V blocks of a buffer. chunk_blocks: those of one matmul, a divisor of it.
+    """
+
+    num_kv_heads: int
+    group: int
+    width: int
+    block_size: int
+    tile_tokens: int
+    fetch_blocks: int
+    chunk_blocks: int
+    scale: float
+    softcap: float | None
+    has_window: bool
+    has_sinks: bool
+    has_kv_scales: bool
+    vmem_limit: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matmuls: all query heads of a KV head, for every token of a tile."""
+        return self.tile_tokens * self.group
+
+    @property
+    def lanes(self) -> int:
+        """Of queries and outputs. Where a register holds a key and a value, queries end in zeros
+        and outputs begin with what is not needed: no lane has to move."""
+        return max(self.width, LANES)
+
+
+class Refs(NamedTuple):
+    """Arguments of the kernel; scalars first, scratch memory last. None: without that option."""
+
+    rows: Any  # [Q] int32, as the next four: see `WorkItems`
+    tiles: Any
+    tokens: Any
+    counts: Any
+    ends: Any
+    window: Any  # [1] int32
+    kv_scales: Any  # [2K]
+    query: Any  # [K, R, lanes]
+    sinks: Any  # [K, R, 1]
+    table: Any  # [1, 1, M] int32, of the item's row
+    next_table: Any  # of the next item's
+    pool: Any  # [N, K, B, 2W], in the chip's main memory
+    out: Any  # [K, R, lanes]
+    buffers: Any  # [2, fetch_blocks, K, B, 2W]
+    arrivals: Any  # [2] semaphores
+    maximum: Any  # [K, R, LANES], the same in all lanes
+    denominator: Any  # [K, R, LANES]
+    total: Any  # [K, R, lanes]
+    buffer: Any  # [1] int32: the one that holds the item's first blocks
+
+
+class BlockRange(NamedTuple):
+    """Blocks of an item's table row that its tokens see: [first, first + count)."""
+
+    first: Array
+    count: Array
+
+
+def attend_items(
+    query: Float[Array, "..."],
+    pool: Num[Array, "N K B W2"],
+    block_tables: Int[Array, "S M"],
+    items: WorkItems,
+    options: dict[str, Array],
+    *,
+    shape: MosaicShape,
+    interpret: Any,
+) -> Float[Array, "..."]:
+    """query, and the output: [T, K, G, lanes] for decodes, else [K, T * G, lanes].
+
+    Tokens of no item get no meaningful output. options: window, sinks, kv_scales.
+    """
+    num_items = items.rows.shape[0]
+    tables = block_tables[:, None, :]
+    scalars = [items.rows, items.tiles, items.tokens, items.counts, items.ends]
+    scalars += [options[name] for name in ("window", "kv_scales") if name in options]
+
+    def table_spec(distance: int) -> pl.BlockSpec:
+        def row_of(item: Array, rows: Any, *_: Any) -> tuple[Any, int, int]:
+            return rows[jnp.minimum(item + distance, num_items - 1)], 0, 0
+
+        return pl.BlockSpec((1, 1, tables.shape[2]), row_of, memory_space=pltpu.SMEM)
+
+    queries = _query_spec(shape)
+    inputs, specs = [query], [queries]
+    if shape.has_sinks:
+        inputs.append(_row_sinks(options["sinks"], shape))
+        specs.append(pl.BlockSpec(inputs[-1].shape, lambda *_: (0, 0, 0)))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(scalars),
+        grid=(num_items,),
+        in_specs=[*specs, table_spec(0), table_spec(1), pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=queries,
+        scratch_shapes=_scratch_shapes(shape, pool.dtype),
+    )
+    call = pl.pallas_call(
+        partial(_attention_kernel, shape=shape),
+        name="paged_decode" if shape.tile_tokens == 1 else "paged_prefill",
+        grid_spec=grid,
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=shape.vmem_limit
+        ),
+        interpret=interpret,
+    )
+    return call(*scalars, *inputs, tables, tables, pool)
+
+
+def _query_spec(shape: MosaicShape) -> pl.BlockSpec:
+    if shape.tile_tokens == 1:
+        size = (None, shape.num_kv_heads, shape.group, shape.lanes)
+        return pl.BlockSpec(size, lambda item, rows, tiles, *_: (tiles[item], 0, 0, 0))
+    size = (shape.num_kv_heads, shape.rows, shape.lanes)
+    return pl.BlockSpec(size, lambda item, rows, tiles, *_: (0, tiles[item], 0))
+
+
+def _row_sinks(sinks: Float[Array, "H"], shape: MosaicShape) -> Float[Array, "K R 1"]:
+    sinks = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
+    return jnp.tile(sinks, (1, shape.tile_tokens))[:, :, None]
+
+
+def _scratch_shapes(shape: MosaicShape, pool_dtype: jnp.dtype) -> list[Any]:
+    heads, rows = shape.num_kv_heads, shape.rows
+    block = (heads, shape.block_size, 2 * shape.width)
+    return [
+        pltpu.VMEM((2, shape.fetch_blocks, *block), pool_dtype),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        pltpu.VMEM((heads, rows, shape.lanes), jnp.float32),
+        pltpu.SMEM((1,), jnp.int32),
+    ]
+
+
+def _name_refs(refs: tuple[Any, ...], shape: MosaicShape) -> Refs:
+    rest = iter(refs)
+    has_option = {
+        "window": shape.has_window,
+        "kv_scales": shape.has_kv_scales,
+        "sinks": shape.has_sinks,
+    }
+    return Refs(*(next(rest) if has_option.get(name, True) else None for name in Refs._fields))
+
+
+def _attention_kernel(*arguments: Any, shape: MosaicShape) -> None:
+    refs = _name_refs(arguments, shape)
+    item = pl.program_id(0)
+    last_item = pl.num_programs(0) - 1
+    next_item = jnp.minimum(item + 1, last_item)
+
+    @pl.when(item == 0)
+    def _():
+        refs.buffer[0] = 0
+        # Matmuls go over whole chunks, and a weight of zero does not make up for a NaN.
+        refs.buffers[...] = jnp.zeros_like(refs.buffers)
+
+    @pl.when(refs.ends[item] > 0)
+    def _():
+        blocks = _visible_blocks(refs, item, shape)
+        has_next = (item < last_item) & (refs.ends[next_item] > 0)
+        is_fetched = (item > 0) & (refs.ends[jnp.maximum(item - 1, 0)] > 0)
+
+        @pl.when(jnp.logical_not(is_fetched))
+        def _():
+            _start_copies(refs, refs.table, _fetch_range(blocks, 0, shape), refs.buffer[0])
+
+        _reset_softmax(refs, shape)
+        num_fetches = pl.cdiv(blocks.count, shape.fetch_blocks)
+
+        def step(fetch: Array, buffer: Array) -> Array:
+            is_last = fetch + 1 == num_fetches
+
+            @pl.when(jnp.logical_not(is_last))
+            def _():
+                following = _fetch_range(blocks, fetch + 1, shape)
+                _start_copies(refs, refs.table, following, 1 - buffer)
+
+            @pl.when(is_last & has_next)
+            def _():
+                following = _fetch_range(_visible_blocks(refs, next_item, shape), 0, shape)
+                _start_copies(refs, refs.next_table, following, 1 - buffer)
+
+            fetched = _fetch_range(blocks, fetch, shape)
+            _wait_for_copies(refs, fetched, buffer)
+            _clear_invisible(refs, fetched, item, buffer, shape)
+            _attend_buffer(refs, fetched, item, buffer, shape)
+            return 1 - buffer
+
+        refs.buffer[0] = lax.fori_loop(0, num_fetches, step, refs.buffer[0])
+        _store_output(refs, item, shape)
+
+
+def _first_visible(refs: Refs, position: Array, shape: MosaicShape) -> Array:
+    return jnp.maximum(position - refs.window[0] + 1, 0) if shape.has_window else position * 0
+
+
+def _visible_blocks(refs: Refs, item: Array, shape: MosaicShape) -> BlockRange:
+    end = refs.ends[item]
+    first = _first_visible(refs, end - refs.counts[item], shape) // shape.block_size
+    return BlockRange(first, pl.cdiv(end, shape.block_size) - first)
+
+
+def _fetch_range(blocks: BlockRange, fetch: Array | int, shape: MosaicShape) -> BlockRange:
+    """Those of one buffer."""
+    skipped = fetch * shape.fetch_blocks
+    return BlockRange(
+        blocks.first + skipped, jnp.minimum(blocks.count - skipped, shape.fetch_blocks)
+    )
+
+
+def _start_copies(refs: Refs, table: Any, blocks: BlockRange, buffer: Array) -> None:
+    def start(index: Array, _: None) -> None:
+        source = refs.pool.at[table[0, 0, blocks.first + index]]
+        target = refs.buffers.at[buffer, index]
+        pltpu.make_async_copy(source, target, refs.arrivals.at[buffer]).start()
+
+    lax.fori_loop(0, blocks.count, start, None)
+
+
+def _wait_for_copies(refs: Refs, blocks: BlockRange, buffer: Array) -> None:
+    def wait(index: Array, _: None) -> None:
+        target = refs.buffers.at[buffer, index]  # all blocks have the same size
+        pltpu.make_async_copy(refs.pool.at[0], target, refs.arrivals.at[buffer]).wait()
+
+    lax.fori_loop(0, blocks.count, wait, None)
+
+
+def _clear_invisible(
+    refs: Refs, fetched: BlockRange, item: Array, buffer: Array, shape: MosaicShape
+) -> None:
+    """Zeros for what no token sees of the first and the last block: it may be NaN."""
+    size = shape.block_size
+    end = refs.ends[item] - fetched.first * size
+
+    def clear(block: Array | int, is_visible: Callable[[Array], Array]) -> None:
+        ref = refs.buffers.at[buffer, block]
+        values = ref[...]
+        slots = block * size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        ref[...] = jnp.where(is_visible(slots), values, jnp.zeros_like(values))
+
+    @pl.when(end < fetched.count * size)
+    def _():
+        clear(fetched.count - 1, lambda slots: slots < end)
+
+    if shape.has_window:
+        first_position = _first_visible(refs, refs.ends[item] - refs.counts[item], shape)
+        first = first_position - fetched.first * size
+
+        @pl.when(first > 0)
+        def _():
+            clear(0, lambda slots: slots >= first)
+
+
+def _reset_softmax(refs: Refs, shape: MosaicShape) -> None:
+    """A sink is a score that is there from the start."""
+    size = refs.maximum.shape
+    if shape.has_sinks:
+        refs.maximum[...] = jnp.broadcast_to(refs.sinks[...], size)
+        refs.denominator[...] = jnp.ones(size, jnp.float32)
+    else:
+        refs.maximum[...] = jnp.full(size, MASKED, jnp.float32)
+        refs.denominator[...] = jnp.zeros(size, jnp.float32)
+    refs.total[...] = jnp.zeros(refs.total.shape, jnp.float32)
+
+
+def _query_positions(refs: Refs, item: Array, shape: MosaicShape) -> Array:
+    """Of each row in its sequence: [R, 1], or one number for all rows of a decode."""
+    if shape.tile_tokens == 1:
+        return refs.ends[item] - 1
+    first = refs.ends[item] - refs.counts[item] - refs.tokens[item]
+    return first + _row_tokens(shape)
+
+
+def _row_tokens(shape: MosaicShape) -> Int[Array, "R 1"]:
+    return lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0) // shape.group
+
+
+def _attend_buffer(
+    refs: Refs, fetched: BlockRange, item: Array, buffer: Array, shape: MosaicShape
+) -> None:
+    num_keys = shape.chunk_blocks * shape.block_size
+    positions = _query_positions(refs, item, shape)
+
+    def attend_chunk(chunk: Array, _: None) -> None:
+        first_key = (fetched.first + chunk * shape.chunk_blocks) * shape.block_size
+        keys = first_key + lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
+        is_visible = keys <= positions
+        if shape.has_window:
+            is_visible &= keys > positions - refs.window[0]
+
+        def attend(head: Array | int) -> None:
+            where = pl.ds(chunk * shape.chunk_blocks, shape.chunk_blocks)
+            pairs = refs.buffers[buffer, where, head]
+            _attend_keys(refs, head, pairs.reshape(num_keys, 2 * shape.width), is_visible, shape)
+
+        _for_each_head(shape.num_kv_heads, attend)
+
+    lax.fori_loop(0, pl.cdiv(fetched.count, shape.chunk_blocks), attend_chunk, None)
+
+
+def _for_each_head(num_heads: int, body: Callable[[Array | int], None]) -> None:
+    """Several at a time, for a matmul of one to overlap with the softmax of another."""
+    unrolled = max(n for n in range(1, MAX_UNROLLED_HEADS + 1) if num_heads % n == 0)
+
+    def some(index: Array | int, _: None) -> None:
+        for offset in range(unrolled):
+            body(index * unrolled + offset)
+
+    if unrolled == num_heads:
+        some(0, None)
+    else:
+        lax.fori_loop(0, num_heads // unrolled, some, None)
+
+
+def _attend_keys(
+    refs: Refs, head: Array | int, pairs: Num[Array, "L W2"], is_visible: Array, shape: MosaicShape
+) -> None:
+    """Online softmax (Milakov & Gimelshein 2018) in float32.
+
+    Where a row sees nothing of its first keys it sums up values of no meaning, which the first key
+    that it sees scales to zero.
+    """
+    query = refs.query[head]
+    pairs = pairs.astype(query.dtype)
+    key = value = pairs
+    if shape.width >= LANES:
+        key, value = pairs[:, : shape.width], pairs[:, shape.width :]
+    scores = _matmul(query, key, contract=1) * shape.scale
+    if shape.has_kv_scales:
+        scores *= refs.kv_scales[2 * head]
+    if shape.softcap is not None:
+        scores = jnp.tanh(scores / shape.softcap) * shape.softcap
+    scores = jnp.where(is_visible, scores, MASKED)
+
+    old_maximum = refs.maximum[head][:, :1]
+    maximum = jnp.maximum(old_maximum, scores.max(axis=1, keepdims=True))
+    rescale = jnp.exp(old_maximum - maximum)
+    weights = jnp.exp(scores - maximum)
+    denominator = refs.denominator[head][:, :1] * rescale + weights.sum(axis=1, keepdims=True)
+    weighted = _matmul(weights.astype(value.dtype), value, contract=0)
+    refs.total[head] = refs.total[head] * rescale + weighted
+    refs.maximum[head] = jnp.broadcast_to(maximum, (shape.rows, LANES))
+    refs.denominator[head] = jnp.broadcast_to(denominator, (shape.rows, LANES))
+
+
+def _matmul(left: Array, right: Array, *, contract: int) -> Float[Array, "I O"]:
+    """contract: the axis of `right` that is summed over."""
+    is_wide = left.dtype == jnp.float32
+    return lax.dot_general(
+        left,
+        right,
+        (((1,), (contract,)), ((), ())),
+        precision=lax.Precision.HIGHEST if is_wide else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _store_output(refs: Refs, item: Array, shape: MosaicShape) -> None:
+    """Other items may have written other tokens of the same tile just before."""
+    before = jnp.maximum(item - 1, 0)
+    is_first_of_tile = (item == 0) | (refs.tiles[before] != refs.tiles[item])
+    tokens = _row_tokens(shape) - refs.tokens[item]
+    is_mine = (tokens >= 0) & (tokens < refs.counts[item])
+
+    def store(head: Array | int) -> None:
+        out = refs.total[head] / jnp.maximum(refs.denominator[head][:, :1], 1e-30)
+        if shape.has_kv_scales:
+            out *= refs.kv_scales[2 * head + 1]
+        out = out.astype(refs.out.dtype)
+        if shape.tile_tokens > 1:
+            others = jnp.where(is_first_of_tile, jnp.zeros_like(out), refs.out[head])
+            out = jnp.where(is_mine, out, others)
+        refs.out[head] = out
+
+    _for_each_head(shape.num_kv_heads, store)

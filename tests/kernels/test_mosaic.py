@@ -1,0 +1,50 @@
+"""What the TPU kernels do differently; test_paged_attention.py has the whole matrix."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention.mosaic_items import prefill_items
+from pallas_kernels.testing import AttentionShape
+from tests.kernels.checks import check, heads
+
+ROWS = [(1, 5), (1, 16), (1, 150), (1, 33), (17, 17), (30, 100), (5, 205), (3, 3), (40, 64)]
+
+
+@pytest.mark.parametrize(
+    "block_size,group,head_dim", [(8, 1, 64), (16, 3, 80), (32, 8, 128), (128, 2, 256)]
+)
+def test_mixed_batch(block_size, group, head_dim):
+    """Tiles of queries with tokens of several rows; blocks that come in many pieces, or in one."""
+    check("pallas-tpu", ROWS, heads(group, head_dim), block_size=block_size)
+
+
+def test_decodes_only():
+    check("pallas-tpu", [(1, 300), (1, 1), (1, 65), (1, 64), (1, 128)], heads(4, 128))
+
+
+@pytest.mark.parametrize("window", [1, 40])
+def test_all_options(window):
+    shape = heads(3, 64, has_sinks=True, softcap=3.0, scale=0.2)
+    check("pallas-tpu", ROWS, shape, dtype="bfloat16", window=window)
+
+
+def test_one_kv_head():
+    """The whole group of 20 heads is one matmul."""
+    check("pallas-tpu", ROWS, AttentionShape(num_heads=20, num_kv_heads=1, head_dim=64))
+
+
+def test_items_of_ragged_rows():
+    """In: tiles of 4; tokens 0 and 1 are decodes; rows of 7 and 3 tokens; row 4 is padding."""
+    items = prefill_items(
+        jnp.array([0, 1, 2, 9, 12, 12]),
+        jnp.array([5, 6, 20, 3, 0]),
+        jnp.int32(2),
+        num_tokens=16,
+        tile_tokens=4,
+    )
+    is_used = np.asarray(items.ends) > 0
+    columns = items.rows, items.tiles, items.tokens, items.counts, items.ends
+    used = [tuple(map(int, item)) for item in np.stack(columns, axis=1)[is_used]]
+    assert used == [(2, 0, 2, 2, 15), (2, 1, 0, 4, 19), (2, 2, 0, 1, 20), (3, 2, 1, 3, 3)]
+    assert set(np.asarray(items.tiles)[~is_used]) == {2}
