@@ -12,7 +12,7 @@ DEMO_MODEL = "smollm2-135m-instruct"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
-AttentionBackend = Literal["auto", "xla", "triton"]
+AttentionBackend = Literal["auto", "xla", "triton", "pallas-tpu"]
 
 GIB = 1 << 30
 MIN_BLOCK_SIZE = 8
@@ -74,8 +74,8 @@ class EngineConfig:
     )
     attention_backend: AttentionBackend = option(
         "auto",
-        "implementation of paged attention; auto: triton on NVIDIA cards, else xla "
-        "(triton on a CPU only interprets its kernels, to test them)",
+        "implementation of paged attention; auto: triton on NVIDIA cards, pallas-tpu on TPUs, "
+        "else xla (on a CPU the first two only interpret their kernels, to test them)",
     )
     seed: int = option(0, "base of all random keys")
     compilation_cache_dir: str | None = option(

@@ -1,6 +1,7 @@
 """The paged KV cache: how many blocks fit, and their allocation."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import jax
@@ -32,6 +33,11 @@ class KVCacheSpec:
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, with what a backend fills up."""
+        return self.num_layers * math.prod(self.layer_shape[1:]) * self.dtype.itemsize
+
     def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(self.layer_shape, self.dtype),) * self.num_layers
 
@@ -54,12 +60,6 @@ def kv_cache_spec(
         head_dim=model.head_dim,
     )
     return KVCacheSpec(model.num_layers, num_blocks, block_size, layer_shape, dtype)
-
-
-def block_bytes(model: ModelConfig, dtype: jnp.dtype, block_size: int) -> int:
-    """Bytes of one block over all layers."""
-    values = 2 * model.num_kv_heads * model.head_dim * block_size
-    return model.num_layers * values * dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from jpaged.errors import ConfigError
 from jpaged.inputs import InputProcessor
 from jpaged.kv_cache import (
     MemoryBudget,
-    block_bytes,
     choose_num_blocks,
     choose_num_swap_blocks,
     device_memory_limit,
@@ -40,12 +39,15 @@ from jpaged.progress import progress_bar
 from jpaged.runner import Runner
 from jpaged.tokenizer import Tokenizer
 from pallas_kernels.paged_attention import (
+    MosaicPagedAttention,
     PagedAttention,
     TritonPagedAttention,
     XlaPagedAttention,
 )
 
 logger = logging.getLogger(__name__)
+
+PLATFORM_BACKENDS = {"gpu": "triton", "tpu": "pallas-tpu"}
 
 
 @dataclass(frozen=True)
@@ -108,24 +110,35 @@ def choose_attention(
     """The backend that an option names, or the one of the device. A backend that cannot do it is
     no reason to take a slower one: that is refused, and the user decides."""
     name = config.attention_backend
-    attention: PagedAttention = XlaPagedAttention()
-    if name == "triton" or (name == "auto" and device.platform == "gpu"):
-        attention = TritonPagedAttention(
-            group=model.num_heads // model.num_kv_heads,
-            head_dim=model.head_dim,
-            interpret=device.platform == "cpu",
-        )
+    if name == "auto":
+        name = PLATFORM_BACKENDS.get(device.platform, "xla")
+    attention = make_backend(name, model, interpret=device.platform == "cpu")
     reason = attention.supports(
         block_size=config.block_size,
         dtype=kv_dtype,
+        platform=device.platform,
         compute_capability=compute_capability(device),
     )
     if reason is None:
         return attention
-    message = f"attention_backend {name!r} means {attention.name!r} here, but {reason}."
-    if attention.name != "xla":
+    message = f"attention_backend {config.attention_backend!r} means {name!r} here, but {reason}."
+    if name != "xla":
         message += " Set attention_backend to 'xla', which is slower but can do it."
     raise ConfigError(message)
+
+
+def make_backend(name: str, model: ModelConfig, *, interpret: bool) -> PagedAttention:
+    if name == "xla":
+        return XlaPagedAttention()
+    group = model.num_heads // model.num_kv_heads
+    if name == "triton":
+        return TritonPagedAttention(group=group, head_dim=model.head_dim, interpret=interpret)
+    return MosaicPagedAttention(
+        num_kv_heads=model.num_kv_heads,
+        group=group,
+        head_dim=model.head_dim,
+        interpret=interpret,
+    )
 
 
 def compute_capability(device: Any) -> tuple[int, int] | None:
@@ -168,7 +181,7 @@ def plan_memory(
         weights=model.num_bytes,
         programs=measured_program_bytes(spec) if must_measure(config) else 0,
     )
-    block_num_bytes = block_bytes(model.config, kv_dtype, config.block_size)
+    block_num_bytes = spec.kv_cache.block_bytes
     num_blocks = choose_num_blocks(
         config, budget, block_num_bytes=block_num_bytes, max_model_len=max_model_len
     )

@@ -58,10 +58,16 @@ class PagedAttention(Protocol):
         ...
 
     def supports(
-        self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
+        self,
+        *,
+        block_size: int,
+        dtype: jnp.dtype,
+        platform: str,
+        compute_capability: tuple[int, int] | None,
     ) -> str | None:
         """Why this backend cannot serve a pool of `dtype`, or None if it can.
 
+        platform: JAX's name of the kind of device, e.g. tpu.
         compute_capability: of an NVIDIA card; None on anything else.
         """
         ...

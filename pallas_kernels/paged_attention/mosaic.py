@@ -56,9 +56,14 @@ class MosaicPagedAttention(HeadMajorPool):
     name: str = "pallas-tpu"
 
     def supports(
-        self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
+        self,
+        *,
+        block_size: int,
+        dtype: jnp.dtype,
+        platform: str,
+        compute_capability: tuple[int, int] | None,
     ) -> str | None:
-        if compute_capability is not None:
+        if platform != "tpu" and not self.interpret:
             return "its kernels run on TPUs only"
         if self.head_dim > MAX_HEAD_DIM:
             return (

@@ -50,7 +50,12 @@ class TritonPagedAttention(InterleavedPool):
     name: str = "triton"
 
     def supports(
-        self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
+        self,
+        *,
+        block_size: int,
+        dtype: jnp.dtype,
+        platform: str,
+        compute_capability: tuple[int, int] | None,
     ) -> str | None:
         if compute_capability is None and not self.interpret:
             return "its kernels run on NVIDIA cards only"

@@ -89,7 +89,12 @@ class XlaPagedAttention(InterleavedPool):
     name: str = "xla"
 
     def supports(
-        self, *, block_size: int, dtype: jnp.dtype, compute_capability: tuple[int, int] | None
+        self,
+        *,
+        block_size: int,
+        dtype: jnp.dtype,
+        platform: str,
+        compute_capability: tuple[int, int] | None,
     ) -> str | None:
         is_float8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
         if is_float8 and compute_capability is None:

@@ -39,11 +39,12 @@ def answers(llm):
 
 
 @pytest.mark.slow
-def test_kernels_answer_as_xla_does(folder, make_llm):
+@pytest.mark.parametrize("backend", ["triton", "pallas-tpu"])
+def test_kernels_answer_as_xla_does(backend, folder, make_llm):
     """With the prefix cache on, prompts in chunks, and too few blocks for all requests."""
     expected = answers(make_llm(folder, max_num_batched_tokens=64))
     llm = make_llm(
-        folder, attention_backend="triton", max_num_batched_tokens=64, num_gpu_blocks_override=20
+        folder, attention_backend=backend, max_num_batched_tokens=64, num_gpu_blocks_override=20
     )
     before = num_preemptions(llm)
     assert answers(llm) == expected
@@ -60,9 +61,9 @@ def num_preemptions(llm) -> float:
 def choose(folder):
     tiny = load_model_config(resolve_model(str(folder)))
 
-    def choosing(device, *, backend="auto", dtype="bfloat16", head_dim=128):
+    def choosing(device, *, backend="auto", dtype="bfloat16", head_dim=128, block_size=16):
         model = replace(tiny, head_dim=head_dim)
-        config = EngineConfig(attention_backend=backend)
+        config = EngineConfig(attention_backend=backend, block_size=block_size)
         return choose_attention(config, model, jnp.dtype(dtype), device)
 
     return choosing
@@ -72,12 +73,16 @@ def test_each_device_has_its_backend(choose):
     assert choose(A100).name == "triton"
     assert choose(A100, backend="xla").name == "xla"
     assert choose(V100, backend="xla").name == "xla"
-    assert choose(CPU).name == choose(TPU).name == "xla"
+    assert choose(TPU).name == "pallas-tpu"
+    assert choose(TPU, backend="xla").name == "xla"
+    assert choose(CPU).name == "xla"
 
 
 def test_only_a_cpu_interprets_kernels(choose):
     assert not choose(A100).interpret
+    assert not choose(TPU).interpret
     assert choose(CPU, backend="triton").interpret
+    assert choose(CPU, backend="pallas-tpu").interpret
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,11 @@ def test_only_a_cpu_interprets_kernels(choose):
         (A100, {"head_dim": 512}, "head_dim is 512, and at most 256"),
         (A100, {"dtype": "float8_e4m3fn"}, "cannot convert float8_e4m3fn"),
         (A100, {"dtype": "uint8"}, "of type uint8, and float32, "),
+        (A100, {"backend": "pallas-tpu"}, "means 'pallas-tpu' here, but its kernels run on TPUs"),
+        (MI300, {"backend": "pallas-tpu"}, "TPUs only"),
+        (TPU, {"head_dim": 512}, "head_dim is 512, and at most 256"),
+        (TPU, {"dtype": "float16"}, "of type float16, and float32, bfloat16"),
+        (TPU, {"block_size": 8}, "block_size is 8, and bfloat16 needs a multiple of 16"),
     ],
 )
 def test_what_kernels_cannot_do_is_refused(choose, device, options, reason):

@@ -16,22 +16,22 @@ ROWS = [(1, 5), (1, 16), (1, 150), (1, 33), (17, 17), (30, 100), (5, 205), (3, 3
 )
 def test_mixed_batch(block_size, group, head_dim):
     """Tiles of queries with tokens of several rows; blocks that come in many pieces, or in one."""
-    check("pallas-tpu", ROWS, heads(group, head_dim), block_size=block_size)
+    check("pallas-tpu-races", ROWS, heads(group, head_dim), block_size=block_size)
 
 
 def test_decodes_only():
-    check("pallas-tpu", [(1, 300), (1, 1), (1, 65), (1, 64), (1, 128)], heads(4, 128))
+    check("pallas-tpu-races", [(1, 300), (1, 1), (1, 65), (1, 64), (1, 128)], heads(4, 128))
 
 
 @pytest.mark.parametrize("window", [1, 40])
 def test_all_options(window):
     shape = heads(3, 64, has_sinks=True, softcap=3.0, scale=0.2)
-    check("pallas-tpu", ROWS, shape, dtype="bfloat16", window=window)
+    check("pallas-tpu-races", ROWS, shape, dtype="bfloat16", window=window)
 
 
 def test_one_kv_head():
     """The whole group of 20 heads is one matmul."""
-    check("pallas-tpu", ROWS, AttentionShape(num_heads=20, num_kv_heads=1, head_dim=64))
+    check("pallas-tpu-races", ROWS, AttentionShape(num_heads=20, num_kv_heads=1, head_dim=64))
 
 
 def test_items_of_ragged_rows():

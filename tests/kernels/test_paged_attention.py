@@ -1,7 +1,6 @@
 """All backends against float64 numpy, with NaN in every slot that must not be read.
 
-Kernels run in Pallas' interpret modes here: those of GPUs as plain XLA, those of TPUs with copies
-that take effect only when they are waited for, and with a race detector.
+Kernels run as plain XLA here, in Pallas' interpret mode.
 """
 
 from itertools import cycle
