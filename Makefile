@@ -32,7 +32,7 @@ install-dev: .venv/installed-dev
 	@touch $@
 
 .venv/installed-dev: .venv/created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu-test,torch-test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu-test,tpu-test,torch-test]'
 	@touch .venv/installed $@
 
 serve: .venv/installed

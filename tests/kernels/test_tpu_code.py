@@ -1,0 +1,122 @@
+"""The programs that the kernels become for TPUs, compiled without one.
+
+Mosaic refuses what a chip cannot do, and what does not fit its vector memory.
+"""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.paged_attention import AttentionMetadata, MosaicPagedAttention
+from pallas_kernels.testing import MODEL_SHAPES, AttentionShape
+from tests.kernels.gpu_compiler import on
+from tests.kernels.tpu_compiler import (
+    TOPOLOGIES,
+    check_pool_stays_in_place,
+    compile_for,
+    kernels_of,
+    mesh_of,
+    needs_libtpu,
+)
+
+pytestmark = needs_libtpu
+POOL_BYTES = 512 << 20  # XLA moves small pools into vector memory
+
+
+def compile_attention(
+    chip,
+    shape,
+    *,
+    num_tokens=512,
+    num_rows=64,
+    block_size=16,
+    context=4096,
+    dtype="bfloat16",
+    pool_dtype=None,
+    decode_only=False,
+):
+    """A step of one layer; returns the program and the shape of its pool."""
+    mesh, int32, pool_dtype = mesh_of(chip), jnp.int32, jnp.dtype(pool_dtype or dtype)
+    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    attention = MosaicPagedAttention(num_kv_heads=kv_heads, group=shape.group, head_dim=head_dim)
+    sizes = {"block_size": block_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    _, *block = attention.pool_shape(num_blocks=1, **sizes)
+    block_bytes = block[0] * block[1] * block[2] * pool_dtype.itemsize
+    pool_shape = attention.pool_shape(num_blocks=POOL_BYTES // block_bytes, **sizes)
+    reason = attention.supports(
+        block_size=block_size, dtype=pool_dtype, platform="tpu", compute_capability=None
+    )
+    assert reason is None, reason
+
+    def layer(pool, query, key, value, slots, metadata, options):
+        pool = attention.write(pool, key, value, slots, kv_scales=options.get("kv_scales"))
+        plan = attention.plan(
+            AttentionMetadata(*metadata),
+            num_tokens=num_tokens,
+            block_size=block_size,
+            decode_only=decode_only,
+        )
+        scale, softcap = shape.score_scale, shape.softcap
+        return attention.attend(query, pool, plan, scale=scale, softcap=softcap, **options), pool
+
+    options = {}
+    if shape.has_window:
+        options["window"] = on(mesh, (), int32)
+    if shape.has_sinks:
+        options["sinks"] = on(mesh, (heads,), dtype)
+    if pool_dtype.itemsize == 1:
+        options["kv_scales"] = on(mesh, (2 * kv_heads,), jnp.float32)
+    table = (num_rows, context // block_size)
+    metadata = [on(mesh, each, int32) for each in (table, (num_rows,), (num_rows + 1,), ())]
+    query, key = (on(mesh, (num_tokens, n, head_dim), dtype) for n in (heads, kv_heads))
+    arrays = on(mesh, pool_shape, pool_dtype), query, key, key, on(mesh, (num_tokens,), int32)
+    compiled = compile_for(mesh, layer, *arrays, metadata, options, donate_argnums=0)
+    check_pool_stays_in_place(compiled, pool_shape, pool_dtype)
+    return compiled
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_a_step_on_each_chip(chip):
+    compiled = compile_attention(chip, MODEL_SHAPES["llama-3-8b"])
+    assert kernels_of(compiled) == {"paged_decode", "paged_prefill"}
+
+
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gpt-oss-20b"])
+def test_options(name):
+    compile_attention("v5e", MODEL_SHAPES[name])
+
+
+def test_decodes_of_one_kv_head():
+    shape = AttentionShape(num_heads=8, num_kv_heads=1, head_dim=128)
+    compiled = compile_attention("v5e", shape, num_rows=128, num_tokens=128, decode_only=True)
+    assert kernels_of(compiled) == {"paged_decode"}
+
+
+def test_long_contexts():
+    """Block numbers of 64 rows of 128K tokens are twice what scalar memory holds."""
+    compile_attention("v6e", MODEL_SHAPES["llama-3-8b"], context=128 << 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("pool_dtype", ["int8", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "phi-2"])
+def test_pools_of_one_byte(chip, pool_dtype, name):
+    compile_attention(chip, MODEL_SHAPES[name], pool_dtype=pool_dtype, block_size=32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_real_models(chip, name):
+    compile_attention(chip, MODEL_SHAPES[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "dtype,block_size",
+    [("float32", 8), ("bfloat16", 64), ("bfloat16", 256), ("float32", 128)],
+)
+def test_block_sizes(chip, dtype, block_size):
+    shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, has_window=True)
+    compile_attention(chip, shape, dtype=dtype, block_size=block_size)
