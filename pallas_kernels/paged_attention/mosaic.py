@@ -181,7 +181,9 @@ class MosaicPagedAttention(HeadMajorPool):
         _, num_kv_heads, block_size, width = pool.shape
         block_bytes = num_kv_heads * block_size * width * pool.dtype.itemsize
         most_blocks = power_of_two_within(max(self.fetch_bytes // block_bytes, 1))
-        chunk_blocks = min(max(self.chunk_tokens // block_size, 1), most_blocks)
+        # Float32 takes several matmuls for each, whose parts need memory as well.
+        chunk_tokens = self.chunk_tokens // (4 if pool.dtype == jnp.float32 else 1)
+        chunk_blocks = min(max(chunk_tokens // block_size, 1), most_blocks)
         # Not more than the longest context has.
         num_chunks = -(-plan.block_tables.shape[1] // chunk_blocks)
         return MosaicShape(
