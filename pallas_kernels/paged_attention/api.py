@@ -53,10 +53,6 @@ class PagedAttention(Protocol):
         """
         ...
 
-    def largest_values(self, pool: Array) -> Float[Array, "K2"]:
-        """Largest absolute key and value of each KV head in the pool, interleaved."""
-        ...
-
     def supports(
         self,
         *,

@@ -26,6 +26,9 @@ class HeadMajorPool:
     ) -> tuple[int, ...]:
         return num_blocks, num_kv_heads, block_size, 2 * padded_width(head_dim)
 
+    def largest_pool(self, *, num_blocks: int, block_shape: tuple[int, ...], itemsize: int) -> int:
+        return num_blocks
+
     def write(
         self,
         pool: Num[Array, "N K B W2"],

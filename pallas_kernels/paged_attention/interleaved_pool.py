@@ -16,6 +16,7 @@ class InterleavedPool:
         return num_blocks
 
     def largest_values(self, pool: Num[Array, "N B K2 D"]) -> Float[Array, "K2"]:
+        """Largest absolute key and value of each KV head in the pool, interleaved."""
         return jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 1, 3))
 
     def write(
