@@ -74,10 +74,12 @@ def _xla(case: Case, inputs: CaseInputs) -> Contender:
 
 
 def _backend(attention: PagedAttention, case: Case, inputs: CaseInputs) -> Contender:
+    device = jax.local_devices()[0]
     reason = attention.supports(
         block_size=BLOCK_SIZE,
         dtype=case.pool_dtype,
-        compute_capability=compute_capability(jax.local_devices()[0]),
+        platform=device.platform,
+        compute_capability=compute_capability(device),
     )
     if reason is not None:
         raise NotApplicable(reason)
