@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.paged_attention.api import AttentionMetadata
 from pallas_kernels.paged_attention.head_major_pool import LANES, HeadMajorPool, padded_width
 from pallas_kernels.paged_attention.mosaic_items import WorkItems, decode_items, prefill_items
-from pallas_kernels.paged_attention.mosaic_kernel import MosaicShape, attend_items
+from pallas_kernels.paged_attention.mosaic_kernel import attend_items
+from pallas_kernels.paged_attention.mosaic_refs import MosaicShape
 
 MAX_HEAD_DIM = 256
 MAX_TILE_TOKENS = 128
