@@ -50,9 +50,9 @@ class Attention(nnx.Module):
         rotated = apply_rope(heads[:, :first_value], angles)
         query, key, value = rotated[:, :first_key], rotated[:, first_key:], heads[:, first_value:]
         kv_scales = None if self.kv_scales is None else self.kv_scales[...]
-        pool = attention.write(pool, key, value, slots, kv_scales=kv_scales)
+        layer_inputs = (query, key, value, pool, slots, plan)
         scale = self.head_dim**-0.5
-        out = attention.attend(query, pool, plan, scale=scale, kv_scales=kv_scales)
+        out, pool = attention.write_and_attend(*layer_inputs, scale=scale, kv_scales=kv_scales)
         return self.out(out.reshape(num_tokens, -1)), pool
 
 

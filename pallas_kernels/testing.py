@@ -74,6 +74,17 @@ class RaggedBatch:
         return int(self.query_starts[-1])
 
     @property
+    def slots(self) -> np.ndarray:
+        """Of the query tokens in the pool; those of padding are in the sink block."""
+        slots, block_size = np.zeros(len(self.query), np.int32), self.pool.shape[1]
+        for row, end in enumerate(self.context_lens):
+            tokens = slice(self.query_starts[row], self.query_starts[row + 1])
+            positions = np.arange(end - (tokens.stop - tokens.start), end)
+            blocks = self.block_tables[row, positions // block_size]
+            slots[tokens] = blocks * block_size + positions % block_size
+        return slots
+
+    @property
     def metadata(self) -> AttentionMetadata:
         return AttentionMetadata(
             jnp.array(self.block_tables),
@@ -100,10 +111,10 @@ def ragged_batch(
     pool_dtype: that of the query by default.
     window: nothing is there of tokens that no token of the batch sees any more.
 
-    Blocks are out of order; every second row has half of its full blocks in common with the row
-    before it. Padding comes last: `pad_rows` empty rows, `pad_tokens` tokens of no row.
+    Blocks are out of order; every second row has half of the full blocks of its past in common with
+    the row before it. Padding comes last: `pad_rows` empty rows, `pad_tokens` tokens of no row.
     """
-    tables = _draw_tables(random, [length for _, length in rows], block_size, pad_rows)
+    tables = _draw_tables(random, rows, block_size, pad_rows)
     contexts = np.array([length for _, length in rows] + [0] * pad_rows, np.int32)
     pool, kv_scales = _draw_pool(
         random,
@@ -139,15 +150,16 @@ def _draw_pool(
 
 
 def _draw_tables(
-    random: np.random.Generator, lengths: Sequence[int], block_size: int, pad_rows: int
+    random: np.random.Generator, rows: Sequence[tuple[int, int]], block_size: int, pad_rows: int
 ) -> np.ndarray:
-    num_blocks = [-(-length // block_size) for length in lengths]
-    tables = np.zeros((len(lengths) + pad_rows, max(num_blocks, default=0) + 1), np.int32)
+    num_blocks = [-(-length // block_size) for _, length in rows]
+    pasts = [length - query_len for query_len, length in rows]
+    tables = np.zeros((len(rows) + pad_rows, max(num_blocks, default=0) + 1), np.int32)
     free = list(random.permutation(np.arange(1, sum(num_blocks) + 3)))
-    for row, length in enumerate(lengths):
+    for row in range(len(rows)):
         num_shared = 0
         if row % 2:
-            num_shared = min(lengths[row - 1], length) // block_size // 2
+            num_shared = min(pasts[row - 1], pasts[row]) // block_size // 2
             tables[row, :num_shared] = tables[row - 1, :num_shared]
         for column in range(num_shared, num_blocks[row]):
             tables[row, column] = free.pop()

@@ -33,7 +33,7 @@ class AttentionMetadata:
 class PagedAttention(Protocol):
     """A backend of paged attention.
 
-    `plan` derives, once a step, what all layers share; `write` and `attend` run in every layer.
+    `plan` derives, once a step, what all layers share; `write_and_attend` runs in every layer.
     Everything is traced: methods are called inside jit.
     """
 
@@ -130,6 +130,24 @@ class PagedAttention(Protocol):
         softcap: scores x become softcap * tanh(x / softcap), after the scale.
         sinks: a score of each head that takes part in the softmax and has no value.
         kv_scales: those that the pool was written with.
+        """
+        ...
+
+    def write_and_attend(
+        self,
+        query: Float[Array, "T H D"],
+        key: Float[Array, "T K D"],
+        value: Float[Array, "T K D"],
+        pool: Array,
+        slots: Int[Array, "T"],
+        plan: Any,
+        *,
+        kv_scales: Float[Array, "K2"] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "T H D"], Array]:
+        """`write`, then `attend` with these options. Returns the answers and the pool.
+
+        A backend may do both at once, and need not write what belongs to padding.
         """
         ...
 

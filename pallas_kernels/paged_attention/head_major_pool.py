@@ -39,17 +39,13 @@ class HeadMajorPool:
         kv_scales: Float[Array, "K2"] | None = None,
     ) -> Num[Array, "N K B W2"]:
         num_blocks, num_kv_heads, block_size, width = pool.shape
-        if kv_scales is not None:
-            key = key.astype(jnp.float32) / kv_scales[None, 0::2, None]
-            value = value.astype(jnp.float32) / kv_scales[None, 1::2, None]
-        fill = ((0, 0), (0, 0), (0, width // 2 - key.shape[2]))
-        pair = jnp.concatenate([jnp.pad(key, fill), jnp.pad(value, fill)], axis=2)
+        pairs = stored_pairs(key, value, pool.dtype, kv_scales=kv_scales)
         heads = jnp.arange(num_kv_heads, dtype=slots.dtype)[None, :]
         blocks, offsets = slots[:, None] // block_size, slots[:, None] % block_size
         # Rows of a matrix are scattered in place, while a scatter into a middle axis copies.
         rows = pool.reshape(num_blocks * num_kv_heads * block_size, width)
         indices = (blocks * num_kv_heads + heads) * block_size + offsets
-        rows = rows.at[indices].set(to_storage(pair, pool.dtype), mode="drop")
+        rows = rows.at[indices].set(pairs, mode="drop")
         return rows.reshape(pool.shape)
 
     def copy_blocks(
@@ -72,3 +68,20 @@ class HeadMajorPool:
         values: Num[Array, "P K B W2"],
     ) -> Num[Array, "N K B W2"]:
         return pool.at[blocks].set(values, mode="drop")
+
+
+def stored_pairs(
+    key: Float[Array, "T K D"],
+    value: Float[Array, "T K D"],
+    dtype: jnp.dtype,
+    *,
+    kv_scales: Float[Array, "K2"] | None = None,
+) -> Num[Array, "T K W2"]:
+    """As a pool of `dtype` stores them."""
+    if kv_scales is not None:
+        key = key.astype(jnp.float32) / kv_scales[None, 0::2, None]
+        value = value.astype(jnp.float32) / kv_scales[None, 1::2, None]
+    head_dim = key.shape[2]
+    fill = ((0, 0), (0, 0), (0, padded_width(head_dim) - head_dim))
+    pairs = jnp.concatenate([jnp.pad(key, fill), jnp.pad(value, fill)], axis=2)
+    return to_storage(pairs, dtype)

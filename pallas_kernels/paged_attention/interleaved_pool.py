@@ -1,7 +1,11 @@
 """The pool of blocks that backends share: [N, B, 2K, D], K and V interleaved by head."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.paged_attention.api import PagedAttention
 
 
 class InterleavedPool:
@@ -38,6 +42,21 @@ class InterleavedPool:
         return pool.at[slots // block_size, slots % block_size].set(
             to_storage(interleaved, pool.dtype), mode="drop"
         )
+
+    def write_and_attend(
+        self: PagedAttention,
+        query: Float[Array, "T H D"],
+        key: Float[Array, "T K D"],
+        value: Float[Array, "T K D"],
+        pool: Num[Array, "N B K2 D"],
+        slots: Int[Array, "T"],
+        plan: Any,
+        *,
+        kv_scales: Float[Array, "K2"] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "T H D"], Num[Array, "N B K2 D"]]:
+        pool = self.write(pool, key, value, slots, kv_scales=kv_scales)
+        return self.attend(query, pool, plan, kv_scales=kv_scales, **options), pool
 
     def copy_blocks(
         self,

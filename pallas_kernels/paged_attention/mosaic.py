@@ -1,6 +1,7 @@
 """Paged attention in Pallas kernels through Mosaic: the path of TPUs."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.api import AttentionMetadata
-from pallas_kernels.paged_attention.head_major_pool import LANES, HeadMajorPool, padded_width
+from pallas_kernels.paged_attention.head_major_pool import (
+    LANES,
+    HeadMajorPool,
+    padded_width,
+    stored_pairs,
+)
 from pallas_kernels.paged_attention.mosaic_items import WorkItems, decode_items, prefill_items
 from pallas_kernels.paged_attention.mosaic_kernel import attend_items
 from pallas_kernels.paged_attention.mosaic_refs import MosaicShape
@@ -20,8 +26,8 @@ MAX_MATMUL_ROWS = 256  # of a prefill, if MIN_TILE_TOKENS do not need more
 MAX_TILE_NUMBERS = 1 << 18  # of the queries in a prefill tile
 # Of v4, which has least: 16 MiB, of which the compiler wants some.
 VMEM_LIMIT = 15 << 20
-# Rows of a register's tile, which a block has to fill.
-MIN_BLOCK_SIZES = {"float32": 8, "bfloat16": 16, "int8": 32, "float8_e5m2": 32, "float8_e4m3fn": 32}
+# Rows of a register, which a block has to fill.
+BAND_ROWS = {"float32": 8, "bfloat16": 16, "int8": 32, "float8_e5m2": 32, "float8_e4m3fn": 32}
 
 
 @jax.tree_util.register_dataclass
@@ -70,10 +76,10 @@ class MosaicPagedAttention(HeadMajorPool):
             return (
                 f"the model's head_dim is {self.head_dim}, and at most {MAX_HEAD_DIM} is possible"
             )
-        if dtype.name not in MIN_BLOCK_SIZES:
-            possible = ", ".join(MIN_BLOCK_SIZES)
+        if dtype.name not in BAND_ROWS:
+            possible = ", ".join(BAND_ROWS)
             return f"the KV cache is of type {dtype.name}, and {possible} are possible"
-        least = MIN_BLOCK_SIZES[dtype.name]
+        least = BAND_ROWS[dtype.name]
         if block_size % least:
             return f"block_size is {block_size}, and {dtype.name} needs a multiple of {least}"
         needed = self.num_kv_heads * block_size * 2 * padded_width(self.head_dim) * dtype.itemsize
@@ -114,9 +120,36 @@ class MosaicPagedAttention(HeadMajorPool):
             prefills,
         )
 
+    def write_and_attend(
+        self,
+        query: Float[Array, "T H D"],
+        key: Float[Array, "T K D"],
+        value: Float[Array, "T K D"],
+        pool: Num[Array, "N K B W2"],
+        slots: Int[Array, "T"],
+        plan: MosaicPlan,
+        *,
+        kv_scales: Float[Array, "K2"] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "T H D"], Num[Array, "N K B W2"]]:
+        pairs = stored_pairs(key, value, pool.dtype, kv_scales=kv_scales)
+        # Exact: the types of queries hold all numbers of one byte.
+        new_kv = pairs.astype(query.dtype) if pool.dtype.itemsize == 1 else pairs
+        return self._run(query, new_kv, pool, plan, kv_scales=kv_scales, **options)
+
     def attend(
         self,
         query: Float[Array, "T H D"],
+        pool: Num[Array, "N K B W2"],
+        plan: MosaicPlan,
+        **options: Any,
+    ) -> Float[Array, "T H D"]:
+        return self._run(query, None, pool, plan, **options)[0]
+
+    def _run(
+        self,
+        query: Float[Array, "T H D"],
+        new_kv: Float[Array, "T K W2"] | None,
         pool: Num[Array, "N K B W2"],
         plan: MosaicPlan,
         *,
@@ -125,7 +158,8 @@ class MosaicPagedAttention(HeadMajorPool):
         softcap: float | None = None,
         sinks: Float[Array, "H"] | None = None,
         kv_scales: Float[Array, "K2"] | None = None,
-    ) -> Float[Array, "T H D"]:
+    ) -> tuple[Float[Array, "T H D"], Num[Array, "N K B W2"]]:
+        """new_kv: None if the pool has the tokens' K/V already."""
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = pool.shape[1]
         expected = self.num_kv_heads, self.num_kv_heads * self.group, self.head_dim
@@ -135,40 +169,28 @@ class MosaicPagedAttention(HeadMajorPool):
         if window is not None:
             options["window"] = jnp.asarray(window, jnp.int32).reshape(1)
         shape = self._kernel_shape(pool, plan, scale=scale, softcap=softcap, options=options)
+        if new_kv is not None:
+            shape = replace(shape, band_rows=BAND_ROWS[pool.dtype.name])
         fill = ((0, 0), (0, 0), (0, 0), (0, shape.lanes - head_dim))
         query = jnp.pad(query.reshape(num_tokens, num_kv_heads, self.group, head_dim), fill)
-        arrays = query, pool, plan.block_tables
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None, None, None]
-        zeros = jnp.zeros_like(query)
-        out = attend_items(*arrays, plan.decodes, options, shape=shape, interpret=self.interpret)
-        out = jnp.where(tokens < plan.num_decodes, out, zeros)
+        call = partial(
+            attend_items, block_tables=plan.block_tables, options=options, interpret=self.interpret
+        )
+        pairs = None if new_kv is None else new_kv[: plan.decodes.rows.shape[0], :, None]
+        out, pool = call(query, pairs, pool, items=plan.decodes, shape=shape)
+        out = jnp.where(tokens < plan.num_decodes, out, jnp.zeros_like(query))
         if plan.prefills is not None:
-            shape = replace(shape, tile_tokens=self.tile_tokens)
-            prefilled = self._prefill(*arrays, plan.prefills, options, shape)
+            tile_tokens = self.tile_tokens
+            call = partial(call, items=plan.prefills, shape=replace(shape, tile_tokens=tile_tokens))
+            pairs = None if new_kv is None else _heads_first(new_kv[:, :, None], tile_tokens)
+            rows, pool = call(_heads_first(query, tile_tokens), pairs, pool)
+            rows = rows.reshape(num_kv_heads, -1, self.group, shape.lanes)
             is_prefill = (tokens >= plan.num_decodes) & (tokens < plan.end)
-            out = jnp.where(is_prefill, prefilled, out)
+            out = jnp.where(is_prefill, rows.swapaxes(0, 1)[:num_tokens], out)
         first_lane = shape.lanes - shape.width
         out = out[:, :, :, first_lane : first_lane + head_dim]
-        return out.reshape(num_tokens, num_heads, head_dim)
-
-    def _prefill(
-        self,
-        query: Float[Array, "T K G L"],
-        pool: Num[Array, "N K B W2"],
-        block_tables: Int[Array, "S M"],
-        items: WorkItems,
-        options: dict[str, Array],
-        shape: MosaicShape,
-    ) -> Float[Array, "T K G L"]:
-        num_tokens = query.shape[0]
-        num_filled = -(-num_tokens // shape.tile_tokens) * shape.tile_tokens
-        query = jnp.pad(query, ((0, num_filled - num_tokens), (0, 0), (0, 0), (0, 0)))
-        size = (shape.num_kv_heads, num_filled, shape.group, shape.lanes)
-        rows = query.swapaxes(0, 1).reshape(size[0], num_filled * shape.group, shape.lanes)
-        out = attend_items(
-            rows, pool, block_tables, items, options, shape=shape, interpret=self.interpret
-        )
-        return out.reshape(size).swapaxes(0, 1)[:num_tokens]
+        return out.reshape(num_tokens, num_heads, head_dim), pool
 
     def _kernel_shape(
         self,
@@ -195,6 +217,7 @@ class MosaicPagedAttention(HeadMajorPool):
             tile_tokens=1,
             fetch_blocks=min(chunk_blocks * num_chunks, most_blocks),
             chunk_blocks=chunk_blocks,
+            band_rows=0,
             scale=scale,
             softcap=softcap,
             has_window="window" in options,
@@ -202,6 +225,13 @@ class MosaicPagedAttention(HeadMajorPool):
             has_kv_scales="kv_scales" in options,
             vmem_limit=VMEM_LIMIT,
         )
+
+
+def _heads_first(rows: Float[Array, "T K R L"], tile_tokens: int) -> Float[Array, "K TR L"]:
+    """With whole tiles of tokens."""
+    num_tokens, num_kv_heads, _, lanes = rows.shape
+    rows = jnp.pad(rows, ((0, -num_tokens % tile_tokens), (0, 0), (0, 0), (0, 0)))
+    return rows.swapaxes(0, 1).reshape(num_kv_heads, -1, lanes)
 
 
 def power_of_two_within(size: int) -> int:

@@ -6,7 +6,7 @@ while one is computed with, the next one fills, across the borders of items as w
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +17,36 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.head_major_pool import LANES
 from pallas_kernels.paged_attention.mosaic_items import WorkItems
-from pallas_kernels.paged_attention.mosaic_refs import MosaicShape, Refs, name_refs
+from pallas_kernels.paged_attention.mosaic_refs import (
+    BlockRange,
+    MosaicShape,
+    Refs,
+    for_each_head,
+    name_refs,
+)
+from pallas_kernels.paged_attention.mosaic_write import stage_new, start_writing, wait_for_writes
 
 MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
-MAX_UNROLLED_HEADS = 8
-
-
-class BlockRange(NamedTuple):
-    """Blocks of an item's table row that its tokens see: [first, first + count)."""
-
-    first: Array
-    count: Array
 
 
 def attend_items(
     query: Float[Array, "..."],
+    new_kv: Float[Array, "..."] | None,
     pool: Num[Array, "N K B W2"],
     block_tables: Int[Array, "S M"],
     items: WorkItems,
-    options: dict[str, Array],
     *,
+    options: dict[str, Array],
     shape: MosaicShape,
     interpret: Any,
-) -> Float[Array, "..."]:
-    """query, and the output: [T, K, G, lanes] for decodes, else [K, T * G, lanes].
+) -> tuple[Float[Array, "..."], Num[Array, "N K B W2"]]:
+    """Returns the answers and the pool, to which the tokens' K/V were written if there are any.
 
-    Tokens of no item get no meaningful output. options: window, sinks, kv_scales.
+    query, and the output: [T, K, G, lanes] for decodes, else [K, T * G, lanes].
+    new_kv: [T, K, 1, 2W] for decodes, else [K, T, 2W]; numbers that the pool's type has.
+    options: window, sinks, kv_scales.
+
+    Tokens of no item get no meaningful output.
     """
     num_items = items.rows.shape[0]
     tables = block_tables[:, None, :]
@@ -55,36 +59,51 @@ def attend_items(
 
         return pl.BlockSpec((1, 1, tables.shape[2]), row_of, memory_space=pltpu.SMEM)
 
-    queries = _query_spec(shape)
-    inputs, specs = [query], [queries]
+    queries, in_memory = (
+        _tile_spec(shape, shape.group, shape.lanes),
+        pl.BlockSpec(memory_space=pl.ANY),
+    )
+    inputs, in_specs = [query], [queries]
     if shape.has_sinks:
         inputs.append(_row_sinks(options["sinks"], shape))
-        specs.append(pl.BlockSpec(inputs[-1].shape, lambda *_: (0, 0, 0)))
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(scalars),
-        grid=(num_items,),
-        in_specs=[*specs, table_spec(0), table_spec(1), pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=queries,
-        scratch_shapes=_scratch_shapes(shape, pool.dtype),
-    )
+        in_specs.append(pl.BlockSpec(inputs[-1].shape, lambda *_: (0, 0, 0)))
+    if new_kv is not None:
+        inputs.append(new_kv)
+        in_specs.append(_tile_spec(shape, 1, 2 * shape.width))
+    inputs += [tables, tables, pool]
+    in_specs += [table_spec(0), table_spec(1), in_memory]
+    outputs, out_specs, aliases = [query], [queries], {}
+    if new_kv is not None:
+        outputs.append(pool)
+        out_specs.append(in_memory)
+        aliases[len(scalars) + len(inputs) - 1] = 1
     call = pl.pallas_call(
         partial(_attention_kernel, shape=shape),
         name="paged_decode" if shape.tile_tokens == 1 else "paged_prefill",
-        grid_spec=grid,
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(num_items,),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=_scratch_shapes(shape, pool.dtype),
+        ),
+        out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in outputs],
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=shape.vmem_limit
         ),
         interpret=interpret,
     )
-    return call(*scalars, *inputs, tables, tables, pool)
+    out, *written = call(*scalars, *inputs)
+    return out, written[0] if written else pool
 
 
-def _query_spec(shape: MosaicShape) -> pl.BlockSpec:
+def _tile_spec(shape: MosaicShape, rows: int, lanes: int) -> pl.BlockSpec:
+    """Of an array with so many rows a token and KV head."""
     if shape.tile_tokens == 1:
-        size = (None, shape.num_kv_heads, shape.group, shape.lanes)
+        size = (None, shape.num_kv_heads, rows, lanes)
         return pl.BlockSpec(size, lambda item, rows, tiles, *_: (tiles[item], 0, 0, 0))
-    size = (shape.num_kv_heads, shape.rows, shape.lanes)
+    size = (shape.num_kv_heads, shape.tile_tokens * rows, lanes)
     return pl.BlockSpec(size, lambda item, rows, tiles, *_: (0, tiles[item], 0))
 
 
@@ -96,7 +115,7 @@ def _row_sinks(sinks: Float[Array, "H"], shape: MosaicShape) -> Float[Array, "K 
 def _scratch_shapes(shape: MosaicShape, pool_dtype: jnp.dtype) -> list[Any]:
     heads, rows = shape.num_kv_heads, shape.rows
     block = (heads, shape.block_size, 2 * shape.width)
-    return [
+    scratch = [
         pltpu.VMEM((2, shape.fetch_blocks, *block), pool_dtype),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.VMEM((heads, rows, LANES), jnp.float32),
@@ -104,6 +123,10 @@ def _scratch_shapes(shape: MosaicShape, pool_dtype: jnp.dtype) -> list[Any]:
         pltpu.VMEM((heads, rows, shape.lanes), jnp.float32),
         pltpu.SMEM((1,), jnp.int32),
     ]
+    if shape.band_rows:
+        scratch.append(pltpu.VMEM((heads, shape.staged_rows, 2 * shape.width), pool_dtype))
+        scratch.append(pltpu.SemaphoreType.DMA((1,)))
+    return scratch
 
 
 def _attention_kernel(*arguments: Any, shape: MosaicShape) -> None:
@@ -129,29 +152,49 @@ def _attention_kernel(*arguments: Any, shape: MosaicShape) -> None:
             _start_copies(refs, refs.table, _fetch_range(blocks, 0, shape), refs.buffer[0])
 
         _reset_softmax(refs, shape)
+        if shape.band_rows:
+            stage_new(refs, item, shape)
         num_fetches = pl.cdiv(blocks.count, shape.fetch_blocks)
+
+        must_wait = has_next & _reads_what_is_written(refs, item, next_item, shape)
 
         def step(fetch: Array, buffer: Array) -> Array:
             is_last = fetch + 1 == num_fetches
+
+            def fetch_for_next_item() -> None:
+                following = _fetch_range(_visible_blocks(refs, next_item, shape), 0, shape)
+                _start_copies(refs, refs.next_table, following, 1 - buffer)
 
             @pl.when(jnp.logical_not(is_last))
             def _():
                 following = _fetch_range(blocks, fetch + 1, shape)
                 _start_copies(refs, refs.table, following, 1 - buffer)
 
-            @pl.when(is_last & has_next)
-            def _():
-                following = _fetch_range(_visible_blocks(refs, next_item, shape), 0, shape)
-                _start_copies(refs, refs.next_table, following, 1 - buffer)
-
+            pl.when(is_last & has_next & jnp.logical_not(must_wait))(fetch_for_next_item)
             fetched = _fetch_range(blocks, fetch, shape)
             _wait_for_copies(refs, fetched, buffer)
+            if shape.band_rows:
+                start_writing(refs, fetched, item, buffer, shape)
             _clear_invisible(refs, fetched, item, buffer, shape)
             _attend_buffer(refs, fetched, item, buffer, shape)
+            if shape.band_rows:
+                wait_for_writes(refs, fetched, item, shape)
+            pl.when(is_last & must_wait)(fetch_for_next_item)
             return 1 - buffer
 
         refs.buffer[0] = lax.fori_loop(0, num_fetches, step, refs.buffer[0])
         _store_output(refs, item, shape)
+
+
+def _reads_what_is_written(
+    refs: Refs, item: Array, next_item: Array, shape: MosaicShape
+) -> Array | bool:
+    """Whether the next item's first blocks get K/V of this one. Blocks of other rows never do."""
+    if not shape.band_rows or shape.tile_tokens == 1:
+        return jnp.bool_(False)
+    first, count = _fetch_range(_visible_blocks(refs, next_item, shape), 0, shape)
+    first_written = (refs.ends[item] - refs.counts[item]) // shape.block_size
+    return (refs.rows[item] == refs.rows[next_item]) & (first + count > first_written)
 
 
 def _first_visible(refs: Refs, position: Array, shape: MosaicShape) -> Array:
@@ -257,23 +300,9 @@ def _attend_buffer(
             pairs = refs.buffers[buffer, where, head]
             _attend_keys(refs, head, pairs.reshape(num_keys, 2 * shape.width), is_visible, shape)
 
-        _for_each_head(shape.num_kv_heads, attend)
+        for_each_head(shape.num_kv_heads, attend)
 
     lax.fori_loop(0, pl.cdiv(fetched.count, shape.chunk_blocks), attend_chunk, None)
-
-
-def _for_each_head(num_heads: int, body: Callable[[Array | int], None]) -> None:
-    """Several at a time, for a matmul of one to overlap with the softmax of another."""
-    unrolled = max(n for n in range(1, MAX_UNROLLED_HEADS + 1) if num_heads % n == 0)
-
-    def some(index: Array | int, _: None) -> None:
-        for offset in range(unrolled):
-            body(index * unrolled + offset)
-
-    if unrolled == num_heads:
-        some(0, None)
-    else:
-        lax.fori_loop(0, num_heads // unrolled, some, None)
 
 
 def _attend_keys(
@@ -336,4 +365,4 @@ def _store_output(refs: Refs, item: Array, shape: MosaicShape) -> None:
             out = jnp.where(is_mine, out, others)
         refs.out[head] = out
 
-    _for_each_head(shape.num_kv_heads, store)
+    for_each_head(shape.num_kv_heads, store)

@@ -16,6 +16,7 @@ from jpaged.models.llama import Llama
 from jpaged.models.loading import Model
 from jpaged.programs import ProgramSpec, forward_program
 from pallas_kernels.paged_attention import PagedAttention, TritonPagedAttention
+from pallas_kernels.paged_attention.interleaved_pool import InterleavedPool
 from tests.kernels.gpu_compiler import (
     GpuProgram,
     compile_lowered,
@@ -77,6 +78,7 @@ class SplitAttention:
 
     inner: TritonPagedAttention
     name: str = "split"
+    write_and_attend = InterleavedPool.write_and_attend
 
     def pool_shape(self, **sizes):
         return self.inner.pool_shape(**sizes)

@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention import (
     TritonPagedAttention,
     XlaPagedAttention,
 )
+from pallas_kernels.paged_attention.api import SINK_BLOCK
 from pallas_kernels.testing import TOLERANCES, AttentionShape, ragged_batch
 from tests.kernels.oracle import paged_attention_oracle
 
@@ -44,38 +45,63 @@ def make_backend(name, shape):
     )
 
 
-def attend(backend, batch, *, decode_only, window=None, sinks=None, **options):
-    """Twice, as the order of float additions must not change. The window is traced."""
+def write_and_attend(backend, batch, *, decode_only, window=None, sinks=None, **options):
+    """The K/V of the step's own tokens are not in the pool before. Returns answers and pool.
+
+    Twice, as the order of float additions must not change. The window is traced.
+    """
+    block_size = batch.pool.shape[1]
 
     @jax.jit
-    def run(query, pool, metadata, traced):
+    def run(query, key, value, pool, slots, metadata, traced):
         plan = backend.plan(
-            metadata,
-            num_tokens=query.shape[0],
-            block_size=batch.pool.shape[1],
-            decode_only=decode_only,
+            metadata, num_tokens=len(query), block_size=block_size, decode_only=decode_only
         )
-        return backend.attend(query, pool, plan, **options, **traced)
+        inputs = query, key, value, pool, slots, plan
+        return backend.write_and_attend(*inputs, **options, **traced)
 
     traced = {"window": window, "sinks": sinks, "kv_scales": batch.kv_scales}
     traced = {name: jnp.asarray(value) for name, value in traced.items() if value is not None}
-    arrays = jnp.array(batch.query), fill_pool(backend, batch), batch.metadata, traced
+    key, value = new_kv(batch)
+    pool = fill_pool(backend, batch, without=batch.slots[: batch.num_tokens])
+    slots = jnp.array(batch.slots)
+    arrays = jnp.array(batch.query), jnp.array(key), jnp.array(value), pool, slots
     with redirect_stdout(StringIO()) as printed:
-        first, again = np.asarray(run(*arrays)), np.asarray(run(*arrays))
-    np.testing.assert_array_equal(first, again)
+        first, again = (jax.device_get(run(*arrays, batch.metadata, traced)) for _ in range(2))
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
-    return first.astype(np.float64)
+    np.testing.assert_array_equal(first[0], again[0])
+    assert_same_pool(*(pool for _, pool in (first, again)))
+    return first
 
 
-def fill_pool(backend, batch):
-    """The batch's K/V, NaN included, in the backend's own layout."""
+def new_kv(batch):
+    """Of the query tokens; NaN for padding."""
+    stored = batch.pool.reshape(-1, *batch.pool.shape[2:])[batch.slots].astype(np.float32)
+    stored[batch.num_tokens :] = np.nan
+    if batch.kv_scales is not None:
+        stored *= batch.kv_scales[:, None]
+    return stored[:, 0::2], stored[:, 1::2]
+
+
+def fill_pool(backend, batch, *, without=()):
+    """The batch's K/V, NaN included, in the backend's own layout; without these slots."""
     num_blocks, block_size, num_heads, head_dim = batch.pool.shape
     sizes = {"num_kv_heads": num_heads // 2, "head_dim": head_dim}
     size = backend.pool_shape(num_blocks=num_blocks, block_size=block_size, **sizes)
     tokens = batch.pool.reshape(-1, num_heads, head_dim).astype(np.float32)
+    tokens[list(without)] = np.nan
     slots = jnp.arange(len(tokens), dtype=jnp.int32)
     pool = jnp.zeros(size, batch.pool.dtype)
     return backend.write(pool, jnp.array(tokens[:, 0::2]), jnp.array(tokens[:, 1::2]), slots)
+
+
+def assert_same_pool(pool, expected):
+    """Bit by bit, NaN included; but for the block that takes what belongs to padding."""
+    pool, expected = (
+        np.asarray(each)[SINK_BLOCK + 1 :].view(f"u{each.dtype.itemsize}")
+        for each in (pool, expected)
+    )
+    np.testing.assert_array_equal(pool, expected)
 
 
 def check(
@@ -101,11 +127,14 @@ def check(
         "softcap": shape.softcap,
         "sinks": sinks,
     }
-    out = attend(make_backend(name, shape), batch, decode_only=decode_only, **options)
+    backend = make_backend(name, shape)
+    out, pool = write_and_attend(backend, batch, decode_only=decode_only, **options)
+    out = out.astype(np.float64)
     expected = paged_attention_oracle(batch, **options)
     real = slice(batch.num_tokens)
     np.testing.assert_allclose(out[real], expected[real], atol=TOLERANCES[dtype], rtol=0)
     assert np.isfinite(out).all(), "rows of padding must be finite"
+    assert_same_pool(pool, fill_pool(backend, batch))
 
 
 def heads(group, head_dim, **options):

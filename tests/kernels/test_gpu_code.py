@@ -47,13 +47,12 @@ def compile_attention(
     query_shape = (num_tokens, shape.num_heads, shape.head_dim)
 
     def layer(pool, query, key, value, slots, metadata, options):
-        pool = attention.write(pool, key, value, slots, kv_scales=options.get("kv_scales"))
         metadata = AttentionMetadata(*metadata)
         plan = attention.plan(
             metadata, num_tokens=num_tokens, block_size=BLOCK_SIZE, decode_only=decode_only
         )
-        scale, softcap = shape.score_scale, shape.softcap
-        return attention.attend(query, pool, plan, scale=scale, softcap=softcap, **options), pool
+        inputs, scale = (query, key, value, pool, slots, plan), shape.score_scale
+        return attention.write_and_attend(*inputs, scale=scale, softcap=shape.softcap, **options)
 
     options = {}
     if shape.has_window:

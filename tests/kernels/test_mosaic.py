@@ -14,9 +14,11 @@ ROWS = [(1, 5), (1, 16), (1, 150), (1, 33), (17, 17), (30, 100), (5, 205), (3, 3
 @pytest.mark.parametrize(
     "block_size,group,head_dim", [(8, 1, 64), (16, 3, 80), (32, 8, 128), (128, 2, 256)]
 )
-def test_mixed_batch(block_size, group, head_dim):
-    """Tiles of queries with tokens of several rows; blocks that come in many pieces, or in one."""
-    check("pallas-tpu-races", ROWS, heads(group, head_dim), block_size=block_size)
+@pytest.mark.parametrize("copies", ["pallas-tpu", "pallas-tpu-races"], ids=["early", "late"])
+def test_mixed_batch(block_size, group, head_dim, copies):
+    """Tiles of queries with tokens of several rows; blocks that come in many pieces, or in one.
+    Copies take effect as soon as they are started, or not before they are waited for."""
+    check(copies, ROWS, heads(group, head_dim), block_size=block_size)
 
 
 def test_decodes_only():

@@ -48,15 +48,14 @@ def compile_attention(
     assert reason is None, reason
 
     def layer(pool, query, key, value, slots, metadata, options):
-        pool = attention.write(pool, key, value, slots, kv_scales=options.get("kv_scales"))
         plan = attention.plan(
             AttentionMetadata(*metadata),
             num_tokens=num_tokens,
             block_size=block_size,
             decode_only=decode_only,
         )
-        scale, softcap = shape.score_scale, shape.softcap
-        return attention.attend(query, pool, plan, scale=scale, softcap=softcap, **options), pool
+        inputs, scale = (query, key, value, pool, slots, plan), shape.score_scale
+        return attention.write_and_attend(*inputs, scale=scale, softcap=shape.softcap, **options)
 
     options = {}
     if shape.has_window:
