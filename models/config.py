@@ -7,6 +7,7 @@ from typing import Any, Self
 from jpaged.errors import CheckpointError
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.rope import RopeConfig
+from jpaged.models.windows import layer_windows
 
 # Keys that change what a model computes, with the values that leave it as implemented here.
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
@@ -22,7 +23,14 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "logits_scaling": (1,),
     "num_local_experts": (0, 1),
     "num_experts": (0, 1),
+    "attention_chunk_size": (),
+    "per_layer_config": (),
 }
+# Llama but for windows; transformers also knows these two without biases only.
+_MISTRAL = ("MistralForCausalLM", "MinistralForCausalLM")
+_MISTRAL_NEUTRAL_VALUES = {"attention_bias": (False,), "mlp_bias": (False,)}
+# Of transformers, for keys that are absent; null means something else.
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,7 @@ class ModelConfig:
     architecture: the class name that Hugging Face configs give, e.g. "LlamaForCausalLM".
     head_dim: D; hidden_size need not equal num_heads * head_dim.
     max_position_embeddings: longest text the model was trained for.
+    windows: how many tokens a token sees in each layer, itself included; None: all before it.
     eos_token_ids: any of them ends an answer; empty when the checkpoint names none.
     """
 
@@ -49,6 +58,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     rope: RopeConfig
+    windows: tuple[int | None, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
@@ -68,17 +78,22 @@ class ModelConfig:
         for a missing or impossible value; both name the key.
         """
         reader = ConfigReader(config, name=name)
-        for key, supported in _NEUTRAL_VALUES.items():
+        architecture = _architecture(reader)
+        is_mistral = architecture in _MISTRAL
+        if is_mistral:
+            reader = ConfigReader(_MISTRAL_DEFAULTS | dict(config), name=name)
+        neutral_values = _NEUTRAL_VALUES | (_MISTRAL_NEUTRAL_VALUES if is_mistral else {})
+        for key, supported in neutral_values.items():
             reader.refuse_unless(key, *supported)
-        _refuse_sliding_window(reader)
+        num_layers = reader.integer("num_hidden_layers")
         num_heads = reader.integer("num_attention_heads")
         max_position_embeddings = reader.integer("max_position_embeddings")
         return cls(
-            architecture=_architecture(reader),
+            architecture=architecture,
             vocab_size=reader.integer("vocab_size"),
             hidden_size=reader.integer("hidden_size"),
             intermediate_size=reader.integer("intermediate_size"),
-            num_layers=reader.integer("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_num_kv_heads(reader, num_heads),
             head_dim=_head_dim(reader, num_heads),
@@ -88,6 +103,7 @@ class ModelConfig:
             attention_bias=reader.boolean("attention_bias", False),
             mlp_bias=reader.boolean("mlp_bias", False),
             rope=RopeConfig.from_hf(reader, max_position_embeddings=max_position_embeddings),
+            windows=layer_windows(reader, num_layers, has_windows=is_mistral),
             bos_token_id=reader.integer("bos_token_id", None, minimum=0),
             eos_token_ids=_eos_token_ids(reader, generation_config),
         )
@@ -125,14 +141,6 @@ def _head_dim(reader: ConfigReader, num_heads: int) -> int:
     if head_dim % 2:
         raise CheckpointError(f"head_dim of {reader.name} must be even, got {head_dim}")
     return head_dim
-
-
-def _refuse_sliding_window(reader: ConfigReader) -> None:
-    """A window is in force unless it is null or switched off."""
-    if reader.boolean("use_sliding_window", True):
-        reader.refuse_unless("sliding_window")
-    for layer_type in set(reader.values.get("layer_types") or ()) - {"full_attention"}:
-        ConfigReader({"layer_types": layer_type}, name=reader.name).refuse_unless("layer_types")
 
 
 def _eos_token_ids(

@@ -52,6 +52,15 @@ class ConfigReader:
             raise self._bad(key, value, "a string")
         return value
 
+    def strings(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(key, default)
+        if value is default:
+            return value
+        is_list = isinstance(value, list | tuple)
+        if not is_list or not all(isinstance(string, str) for string in value):
+            raise self._bad(key, value, "a list of strings")
+        return tuple(value)
+
     def numbers(self, key: str) -> tuple[float, ...]:
         value = self._get(key, _REQUIRED)
         is_list = isinstance(value, list | tuple)

@@ -1,5 +1,8 @@
 """Llama: RoPE, grouped-query attention, gated MLP (Touvron et al. 2023; HF `LlamaForCausalLM`).
 
+With sliding windows it is Mistral (Jiang et al. 2023; HF `MistralForCausalLM`), and with windows in
+some of the layers Ministral (HF `MinistralForCausalLM`).
+
 Reads top to bottom: attention, MLP, layer, model, weight table.
 """
 
@@ -15,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear, apply_rope, rms_norm, rope_angles
 from jpaged.models.weights import WeightSpec
-from pallas_kernels.paged_attention import PagedAttention
+from pallas_kernels.paged_attention import NO_WINDOW, PagedAttention
 
 
 class Attention(nnx.Module):
@@ -42,6 +45,7 @@ class Attention(nnx.Module):
         slots: Int[Array, "T"],
         plan: Any,
         *,
+        window: Int[Array, ""] | None,
         attention: PagedAttention,
     ) -> tuple[Float[Array, "T E"], Array]:
         num_tokens = x.shape[0]
@@ -51,8 +55,8 @@ class Attention(nnx.Module):
         query, key, value = rotated[:, :first_key], rotated[:, first_key:], heads[:, first_value:]
         kv_scales = None if self.kv_scales is None else self.kv_scales[...]
         layer_inputs = (query, key, value, pool, slots, plan)
-        scale = self.head_dim**-0.5
-        out, pool = attention.write_and_attend(*layer_inputs, scale=scale, kv_scales=kv_scales)
+        options = {"scale": self.head_dim**-0.5, "window": window, "kv_scales": kv_scales}
+        out, pool = attention.write_and_attend(*layer_inputs, **options)
         return self.out(out.reshape(num_tokens, -1)), pool
 
 
@@ -85,10 +89,13 @@ class Layer(nnx.Module):
         slots: Int[Array, "T"],
         plan: Any,
         *,
+        window: Int[Array, ""] | None,
         attention: PagedAttention,
     ) -> tuple[Float[Array, "T E"], Array]:
         normed = rms_norm(x, self.attention_norm[...], self.rms_norm_eps)
-        attended, pool = self.attention(normed, pool, angles, slots, plan, attention=attention)
+        attended, pool = self.attention(
+            normed, pool, angles, slots, plan, window=window, attention=attention
+        )
         x = x + attended
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.rms_norm_eps)), pool
 
@@ -117,10 +124,11 @@ class Llama(nnx.Module):
         x = self.embedding[...][token_ids]
         angles = rope_angles(positions, self.config.rope, self.config.head_dim)
         new_pools = []
-        for layer, pool in zip(self.layers, pools, strict=True):
+        windows = _traced_windows(self.config)
+        for layer, pool, window in zip(self.layers, pools, windows, strict=True):
             graph, state = nnx.split(layer)
             layer_inputs = (x, pool, angles, slots, plan)
-            x, pool = _run_layer(graph, state, layer_inputs, attention=attention)
+            x, pool = _run_layer(graph, state, layer_inputs, window=window, attention=attention)
             new_pools.append(pool)
         return x, tuple(new_pools)
 
@@ -148,9 +156,16 @@ class Llama(nnx.Module):
 
 
 @partial(jax.jit, static_argnames=("graph", "attention"))
-def _run_layer(graph, state, layer_inputs, *, attention):
+def _run_layer(graph, state, layer_inputs, *, window, attention):
     """One layer. Jitted, so that layers of equal shape are traced and lowered only once."""
-    return nnx.merge(graph, state)(*layer_inputs, attention=attention)
+    return nnx.merge(graph, state)(*layer_inputs, window=window, attention=attention)
+
+
+def _traced_windows(config: ModelConfig) -> list[Int[Array, ""] | None]:
+    """Of each layer. Arrays, so that a layer's window is no part of its program."""
+    if all(window is None for window in config.windows):
+        return [None] * config.num_layers
+    return [jnp.int32(NO_WINDOW if window is None else window) for window in config.windows]
 
 
 def _layer_weights(config: ModelConfig, index: int) -> list[WeightSpec]:

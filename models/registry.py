@@ -7,6 +7,8 @@ from jpaged.errors import UnsupportedModelError
 # Class name in a Hugging Face config -> "module:class", imported when it is asked for.
 ARCHITECTURES = {
     "LlamaForCausalLM": "jpaged.models.llama:Llama",
+    "MinistralForCausalLM": "jpaged.models.llama:Llama",
+    "MistralForCausalLM": "jpaged.models.llama:Llama",
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from jpaged.errors import CheckpointError, UnsupportedModelError
 from jpaged.models.config_reader import ConfigReader
+from jpaged.models.windows import LAYER_TYPES
 
 DEFAULT_THETA = 10_000.0
 
@@ -35,6 +36,8 @@ class RopeConfig:
         key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
         parameters = config.section(key)
         parameters.refuse_unless("partial_rotary_factor", 1)
+        for layer_type in LAYER_TYPES:
+            parameters.refuse_unless(layer_type)  # other frequencies in such layers
         theta = parameters.number("rope_theta", None) or config.number("rope_theta", DEFAULT_THETA)
         rope_type = parameters.string("rope_type", None) or parameters.string("type", "default")
         if rope_type not in _PARSERS:

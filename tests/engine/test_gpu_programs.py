@@ -92,8 +92,8 @@ class SplitAttention:
         write = jax.shard_map(self.inner.write, in_specs=specs, out_specs=POOL, check_vma=False)
         return write(pool, key, value, slots)
 
-    def attend(self, query, pool, plan, *, scale, kv_scales=None):
-        assert kv_scales is None
+    def attend(self, query, pool, plan, *, scale, window=None, kv_scales=None):
+        assert window is None and kv_scales is None
         attend = jax.shard_map(
             partial(self.inner.attend, scale=scale),
             in_specs=(HEADS, POOL, P()),

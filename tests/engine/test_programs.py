@@ -1,13 +1,17 @@
 """What the compiled programs look like: no copy of the pool, additive counts, fixed shapes."""
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from jpaged.models.llama import Llama
 from jpaged.programs import lower_copy, lower_forward, lower_sample, lower_swap_in
 from jpaged.startup import measured_program_bytes
+from pallas_kernels.paged_attention import NO_WINDOW
 from tests.random_llama import save_random_llama
 
 
@@ -19,6 +23,19 @@ def llm(tmp_path_factory, make_llm):
 @pytest.fixture(scope="module")
 def spec(llm):
     return llm.engine._runner.spec
+
+
+@pytest.mark.parametrize("windows", [(None, None), (5, None), (5, 7)])
+def test_layers_are_lowered_once(spec, windows):
+    """Whatever their windows are; a model that has none hands none over."""
+    config, dtype = replace(spec.model.config, windows=windows), spec.model.dtype
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype)))
+    spec = replace(spec, model=replace(spec.model, config=config, graph=graph))
+    text = lower_forward(spec, spec.forward_shape(8, decode_only=True)).as_text()
+    assert len(re.findall(r"func private @_run_layer", text)) == 1
+    constants = {int(number) for number in re.findall(r"dense<(\d+)> : tensor<i32>", text)}
+    expected = {NO_WINDOW if window is None else window for window in windows}
+    assert constants & {5, 7, NO_WINDOW} == (expected if any(windows) else set())
 
 
 @pytest.mark.parametrize("program", ["decode", "mixed", "copy", "swap in"])

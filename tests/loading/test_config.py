@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from transformers import MinistralConfig, MistralConfig
 
 from jpaged.errors import CheckpointError, UnsupportedModelError
 from jpaged.models.config import ModelConfig
@@ -20,6 +21,7 @@ def test_reads_every_field(hf_config: Config) -> None:
     assert config.max_position_embeddings == 128
     assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
     assert (config.rope.theta, config.rope.scaling) == (10000.0, None)
+    assert config.windows == (None, None)
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
     assert hash(config) == hash(ModelConfig.from_hf(hf_config))
 
@@ -170,6 +172,12 @@ def test_missing_key_is_named(hf_config: Config, key: str) -> None:
         ),
         ("eos_token_id", -1, "eos_token_id in config.json must be a token id or a list"),
         ("eos_token_id", ["2"], "eos_token_id in config.json must be a token id or a list"),
+        ("layer_types", "full_attention", "layer_types in config.json must be a list of strings"),
+        (
+            "layer_types",
+            ["full_attention"],
+            r"one entry for each of num_hidden_layers \(2\), got 1",
+        ),
         ("bos_token_id", 1.5, "bos_token_id in config.json must be an integer of at least 0"),
     ],
 )
@@ -192,6 +200,9 @@ def test_hidden_size_must_divide_where_there_is_no_head_dim(hf_config: Config) -
         ("partial_rotary_factor", 0.5),
         ("sliding_window", 4096),
         ("layer_types", ["full_attention", "sliding_attention"]),
+        ("layer_types", ["chunked_attention", "full_attention"]),
+        ("attention_chunk_size", 8192),
+        ("per_layer_config", {"1": {"sliding_window": 8}}),
         ("attn_logit_softcapping", 30.0),
         ("num_local_experts", 8),
     ],
@@ -199,6 +210,83 @@ def test_hidden_size_must_divide_where_there_is_no_head_dim(hf_config: Config) -
 def test_unsupported_variant_is_refused_by_name(hf_config: Config, key: str, value: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=f"^{key} in config.json is .*not supported"):
         ModelConfig.from_hf(hf_config | {key: value})
+
+
+THEIR_CONFIGS = {"MistralForCausalLM": MistralConfig, "MinistralForCausalLM": MinistralConfig}
+SLIDING_FIRST = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+def windowed(hf_config: Config, architecture: str, **keys: Any) -> Config:
+    return hf_config | {"architectures": [architecture], "sliding_window": 24} | keys
+
+
+@pytest.mark.parametrize("architecture", THEIR_CONFIGS)
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({}, (24, 24)),
+        ({"use_sliding_window": True, "layer_types": None}, (24, 24)),
+        ({"sliding_window": None}, (None, None)),
+        (SLIDING_FIRST, (24, None)),
+        ({"layer_types": ["full_attention", "full_attention"]}, (None, None)),
+        ({"sliding_window": None, "use_sliding_window": False}, (None, None)),
+    ],
+)
+def test_windows_of_layers(
+    hf_config: Config, architecture: str, keys: Config, windows: tuple[int | None, ...]
+) -> None:
+    config = ModelConfig.from_hf(windowed(hf_config, architecture, **keys))
+    assert (config.architecture, config.windows) == (architecture, windows)
+
+
+@pytest.mark.parametrize("architecture", THEIR_CONFIGS)
+def test_absent_keys_have_the_defaults_of_transformers(
+    hf_config: Config, architecture: str
+) -> None:
+    theirs = THEIR_CONFIGS[architecture]()
+    config = windowed(hf_config, architecture, num_attention_heads=16, hidden_size=256)
+    optional = ("num_key_value_heads", "sliding_window", "rope_theta", "tie_word_embeddings")
+    for key in (*optional, "attention_bias", "mlp_bias"):
+        del config[key]
+    ours = ModelConfig.from_hf(config)
+    assert ours.num_kv_heads == theirs.num_key_value_heads == 8
+    assert ours.windows == (theirs.sliding_window,) * 2 == (4096, 4096)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert not (ours.attention_bias or ours.mlp_bias)
+    assert ModelConfig.from_hf(config | {"num_key_value_heads": None}).num_kv_heads == 16
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            UnsupportedModelError,
+            "layer_types in config.json is 'chunked_attention', .*'full_attention' or 'sliding_at",
+        ),
+        (
+            {"use_sliding_window": False},
+            UnsupportedModelError,
+            "use_sliding_window in config.json is False, which is not supported",
+        ),
+        ({"attention_bias": True}, UnsupportedModelError, "attention_bias in config.json is True"),
+        ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias in config.json is True"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}, "rope_scaling": None},
+            UnsupportedModelError,
+            "sliding_attention in rope_parameters in config.json is {'rope_theta'",
+        ),
+        ({"sliding_window": None} | SLIDING_FIRST, CheckpointError, "json has no sliding_window$"),
+        ({"sliding_window": 0}, CheckpointError, "sliding_window .* integer of at least 1, got 0"),
+        ({"sliding_window": "8"}, CheckpointError, "sliding_window .* of at least 1, got '8'"),
+    ],
+)
+def test_windows_that_are_refused(
+    hf_config: Config, keys: Config, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ModelConfig.from_hf(windowed(hf_config, "MistralForCausalLM", **keys))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "magic"])
