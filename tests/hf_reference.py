@@ -17,14 +17,14 @@ class GreedyAnswer(NamedTuple):
     gaps: list[float]
 
 
-def save_tiny_llama(folder: Path, **config: Any) -> Path:
+def save_tiny_llama(folder: Path, *, family: str = "Llama", **config: Any) -> Path:
     """Write a random Llama with a tokenizer. `config` overrides LlamaConfig's arguments.
 
     By default: grouped queries, head_dim other than hidden size / heads, weights that are large
-    enough for logits far apart.
+    enough for logits far apart. family: names another pair of classes, e.g. Mistral.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     tokenizer = byte_level_tokenizer()
     values = {
@@ -44,7 +44,8 @@ def save_tiny_llama(folder: Path, **config: Any) -> Path:
         **config,
     }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**values))
+    hf_config = getattr(transformers, f"{family}Config")(**values)
+    model = getattr(transformers, f"{family}ForCausalLM")(hf_config)
     for name, parameter in model.named_parameters():
         # transformers starts biases at zero and norms at one, which would hide their omission.
         if name.endswith("bias"):

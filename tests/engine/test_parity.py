@@ -25,6 +25,14 @@ VARIANTS = {
     "odd-head-dim": {"head_dim": 20},
     "llama3-rope": {"rope_parameters": {"rope_theta": 10_000.0, **LLAMA3_ROPE}},
 }
+MIXED_LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
+# Of 24 tokens: no multiple of a block, and shorter than a tile of attention.
+WINDOWED = {
+    "mistral": {"family": "Mistral"},
+    "ministral": {"family": "Ministral", "layer_types": MIXED_LAYERS},
+    # As the first Ministral was published: transformers takes such a Mistral for a Ministral.
+    "mistral-with-layer-types": {"family": "Mistral", "layer_types": MIXED_LAYERS},
+}
 NUM_TOKENS = 16
 DEMO_OPTIONS = [(8, 64), (32, 16), (128, 64)]
 
@@ -84,6 +92,20 @@ def test_chunked_prefill_beside_decodes(budget, tiny_llama, hf_model, make_llm):
     llm = make_llm(folder, max_num_batched_tokens=budget, max_num_seqs=4)
     assert_greedy_parity(ours(llm, prompts[3:]), expected[3:])
     assert_greedy_parity(ours(llm, prompts), expected)
+
+
+@pytest.mark.parametrize(
+    "variant,budget",
+    [("mistral", 17), ("mistral", 64), ("ministral", 17), ("mistral-with-layer-types", 64)],
+)
+def test_sliding_windows(variant, budget, tiny_llama, hf_model, make_llm):
+    """Prompts around the window and far beyond it, in chunks shorter and longer than it."""
+    folder = tiny_llama(sliding_window=24, **WINDOWED[variant])
+    prompts = random_prompts(256, [5, 9, 23, 24, 25, 60, 150])
+    expected = hf_greedy(hf_model(folder), prompts, NUM_TOKENS)
+    llm = make_llm(folder, max_num_batched_tokens=budget, max_num_seqs=4)
+    assert_greedy_parity(ours(llm, prompts), expected)
+    assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts], expected)
 
 
 @pytest.mark.slow
