@@ -23,7 +23,14 @@ TPU = SimpleNamespace(platform="tpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_random_llama(tmp_path_factory.mktemp("random"))
+    """A model with both kinds of layers; the window is shorter than most contexts."""
+    return save_random_llama(
+        tmp_path_factory.mktemp("random"),
+        architectures=["MinistralForCausalLM"],
+        model_type="ministral",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=24,
+    )
 
 
 def answers(llm):
@@ -41,7 +48,8 @@ def answers(llm):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "pallas-tpu"])
 def test_kernels_answer_as_xla_does(backend, folder, make_llm):
-    """With the prefix cache on, prompts in chunks, and too few blocks for all requests."""
+    """With and without a window, the prefix cache on, prompts in chunks, and too few blocks for
+    all requests."""
     expected = answers(make_llm(folder, max_num_batched_tokens=64))
     llm = make_llm(
         folder, attention_backend=backend, max_num_batched_tokens=64, num_gpu_blocks_override=20
