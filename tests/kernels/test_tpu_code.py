@@ -3,6 +3,8 @@
 Mosaic refuses what a chip cannot do, and what does not fit its vector memory.
 """
 
+import math
+
 import jax.numpy as jnp
 import pytest
 
@@ -16,6 +18,7 @@ from tests.kernels.tpu_compiler import (
     kernels_of,
     mesh_of,
     needs_libtpu,
+    pool_makers,
 )
 
 pytestmark = needs_libtpu
@@ -93,6 +96,32 @@ def test_decodes_of_one_kv_head():
 def test_long_contexts():
     """Block numbers of 64 rows of 128K tokens are twice what scalar memory holds."""
     compile_attention("v6e", MODEL_SHAPES["llama-3-8b"], context=128 << 10)
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("method", ["copy_blocks", "scatter_blocks", "gather_blocks"])
+def test_blocks_move_in_place(chip, method):
+    """Only as much memory as the moved blocks take; sources are read before targets are written."""
+    mesh, num_moved, block_size, kv_heads = mesh_of(chip), 64, 16, 8
+    attention = MosaicPagedAttention(num_kv_heads=kv_heads, group=4, head_dim=128)
+    sizes = {"block_size": block_size, "num_kv_heads": kv_heads, "head_dim": 128}
+    pool_shape = attention.pool_shape(num_blocks=8192, **sizes)
+    numbers = on(mesh, (num_moved,), jnp.int32)
+    moved = on(mesh, (num_moved, *pool_shape[1:]), jnp.bfloat16)
+    others = {"copy_blocks": [numbers], "scatter_blocks": [moved], "gather_blocks": []}[method]
+    compiled = compile_for(
+        mesh,
+        getattr(attention, method),
+        on(mesh, pool_shape, jnp.bfloat16),
+        numbers,
+        *others,
+        donate_argnums=() if method == "gather_blocks" else 0,
+    )
+    if method == "gather_blocks":
+        assert pool_makers(compiled, pool_shape) == {"parameter"}
+    else:
+        check_pool_stays_in_place(compiled, pool_shape, "bfloat16")
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * math.prod(moved.shape)
 
 
 @pytest.mark.long
