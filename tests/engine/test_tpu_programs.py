@@ -106,9 +106,12 @@ def test_step_of_a_large_model(topology, config, batch, num_tokens):
 
 @pytest.mark.slow
 def test_no_more_than_the_kernel_that_comes_with_jax():
-    """Pools take the same bytes; the rest no more, and compiling at most about as long."""
+    """Less memory in all, and compiling takes about as long at most. Their temporary memory is
+    smaller by a page a layer, as our kernel has two results, and theirs leaves the K/V to XLA."""
     case = "v5e:2x4", LLAMA_3_8B, 128, 128
     ours, theirs = compile_step(*case), compile_step(*case, is_bundled=True)
     print(f"ours:   {ours}\ntheirs: {theirs}")
-    assert ours.temporary_bytes <= theirs.temporary_bytes + 2 * PAGE_BYTES
+    assert ours.total_bytes <= theirs.total_bytes
+    most = theirs.temporary_bytes + LLAMA_3_8B.num_layers * PAGE_BYTES
+    assert ours.temporary_bytes <= most
     assert ours.seconds <= 1.5 * theirs.seconds

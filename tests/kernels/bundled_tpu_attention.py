@@ -33,6 +33,7 @@ class BundledTpuAttention(InterleavedPool):
         plan: tuple[jax.Array, ...],
         *,
         scale: float,
+        window: None = None,
         kv_scales: None = None,
     ) -> jax.Array:
         return ragged_paged_attention(
