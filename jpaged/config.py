@@ -49,7 +49,11 @@ class EngineConfig:
     max_model_len: int | None = option(
         None, "most tokens of prompt and answer together (default: what the model was trained for)"
     )
-    block_size: int = option(16, "tokens a KV block; a power of two from 8 to 256")
+    block_size: int | None = option(
+        None,
+        "tokens a KV block; a power of two from 8 to 256 (default: 16; on TPUs as many as take "
+        "64 KiB a layer, where that is more)",
+    )
     max_num_seqs: int = option(64, "most requests that run at once")
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
     enable_prefix_caching: bool = option(
@@ -108,11 +112,16 @@ class EngineConfig:
 def _check_types(config: EngineConfig) -> None:
     """Options come from users of untyped code and command lines: refuse other types by name."""
     wanted = {
-        int: ("block_size", "max_num_seqs", "max_num_batched_tokens", "seed"),
+        int: ("max_num_seqs", "max_num_batched_tokens", "seed"),
         str: ("model", "dtype", "kv_cache_dtype", "preemption_mode", "attention_backend"),
         bool: ("skip_tokenizer_init", "enable_prefix_caching", "check_invariants"),
     }
-    optional_ints = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
+    optional_ints = (
+        "max_model_len",
+        "block_size",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+    )
     for kind, names in wanted.items():
         for name in names:
             _check_type(name, getattr(config, name), kind)
@@ -153,7 +162,9 @@ def _check_type(name: str, value: object, kind: type) -> None:
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
 
 
-def _check_block_size(block_size: int) -> None:
+def _check_block_size(block_size: int | None) -> None:
+    if block_size is None:
+        return
     is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
     if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         raise ConfigError(

@@ -92,7 +92,12 @@ def device_memory_limit() -> int:
 
 
 def choose_num_blocks(
-    config: EngineConfig, budget: MemoryBudget, *, block_num_bytes: int, max_model_len: int
+    config: EngineConfig,
+    budget: MemoryBudget,
+    *,
+    block_size: int,
+    block_num_bytes: int,
+    max_model_len: int,
 ) -> int:
     """Usable blocks of the pool: what an option says, or what fits the memory.
 
@@ -110,17 +115,17 @@ def choose_num_blocks(
     num_blocks = num_bytes // block_num_bytes - 1
     if num_blocks < 1:
         raise ConfigError(
-            f"no memory for the KV cache: a block of {config.block_size} tokens takes "
+            f"no memory for the KV cache: a block of {block_size} tokens takes "
             f"{block_num_bytes} bytes, and two are needed, but there are {num_bytes} ({source}). "
             "Raise kv_cache_memory_bytes or gpu_memory_utilization, or serve a smaller model."
         )
-    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    most_useful = config.max_num_seqs * -(-max_model_len // block_size)
     num_blocks = min(num_blocks, most_useful)
     logger.info(
         "KV cache: %s; %d blocks of %d tokens, %.2f GiB",
         source,
         num_blocks,
-        config.block_size,
+        block_size,
         num_blocks * block_num_bytes / GIB,
     )
     return num_blocks
@@ -160,19 +165,21 @@ def choose_num_swap_blocks(config: EngineConfig, *, block_num_bytes: int) -> int
     return num_bytes // block_num_bytes
 
 
-def fit_max_model_len(config: EngineConfig, num_blocks: int, wanted: int) -> int:
+def fit_max_model_len(
+    config: EngineConfig, num_blocks: int, wanted: int, *, block_size: int
+) -> int:
     """The context limit: `wanted`, or what one request alone can use of the pool.
 
     Whoever chose both the limit and the number of blocks keeps them: prompts that do not fit the
     pool are refused one by one.
     """
-    capacity = num_blocks * config.block_size
+    capacity = num_blocks * block_size
     if wanted <= capacity or (config.max_model_len and config.num_gpu_blocks_override):
         return wanted
     if config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len {config.max_model_len} needs a KV cache of that many tokens, but only "
-            f"{capacity} fit ({num_blocks} blocks of {config.block_size}): "
+            f"{capacity} fit ({num_blocks} blocks of {block_size}): "
             f"set max_model_len to at most {capacity}, or give the KV cache more memory."
         )
     logger.info("max_model_len is %d, all that the KV cache holds (model: %d)", capacity, wanted)

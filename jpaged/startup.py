@@ -114,7 +114,7 @@ def choose_attention(
         name = PLATFORM_BACKENDS.get(device.platform, "xla")
     attention = make_backend(name, model, interpret=device.platform == "cpu")
     reason = attention.supports(
-        block_size=config.block_size,
+        block_size=choose_block_size(config, attention, model, kv_dtype),
         dtype=kv_dtype,
         platform=device.platform,
         compute_capability=compute_capability(device),
@@ -125,6 +125,14 @@ def choose_attention(
     if name != "xla":
         message += " Set attention_backend to 'xla', which is slower but can do it."
     raise ConfigError(message)
+
+
+def choose_block_size(
+    config: EngineConfig, attention: PagedAttention, model: ModelConfig, kv_dtype: jnp.dtype
+) -> int:
+    return config.block_size or attention.default_block_size(
+        num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=kv_dtype
+    )
 
 
 def make_backend(name: str, model: ModelConfig, *, interpret: bool) -> PagedAttention:
@@ -163,16 +171,15 @@ def plan_memory(
 ) -> tuple[ProgramSpec, int]:
     """What to compile and the context limit that the memory allows."""
     kv_dtype = kv_cache_dtype(config, model.dtype)
-    make_kv_cache = partial(
-        kv_cache_spec, model.config, attention, kv_dtype, block_size=config.block_size
-    )
+    block_size = choose_block_size(config, attention, model.config, kv_dtype)
+    make_kv_cache = partial(kv_cache_spec, model.config, attention, kv_dtype, block_size=block_size)
     spec = ProgramSpec(
         model=model,
         attention=attention,
         kv_cache=make_kv_cache(num_blocks=1),
         num_slots=config.max_num_seqs,
         max_num_tokens=config.max_num_batched_tokens,
-        num_table_blocks=-(-max_model_len // config.block_size),
+        num_table_blocks=-(-max_model_len // block_size),
         seed=config.seed,
     )
     budget = MemoryBudget(
@@ -183,14 +190,18 @@ def plan_memory(
     )
     block_num_bytes = spec.kv_cache.block_bytes
     num_blocks = choose_num_blocks(
-        config, budget, block_num_bytes=block_num_bytes, max_model_len=max_model_len
+        config,
+        budget,
+        block_size=block_size,
+        block_num_bytes=block_num_bytes,
+        max_model_len=max_model_len,
     )
     num_blocks = fit_pool(config, attention, make_kv_cache(num_blocks=num_blocks))
-    max_model_len = fit_max_model_len(config, num_blocks, max_model_len)
+    max_model_len = fit_max_model_len(config, num_blocks, max_model_len, block_size=block_size)
     spec = replace(
         spec,
         kv_cache=make_kv_cache(num_blocks=num_blocks),
-        num_table_blocks=-(-max_model_len // config.block_size),
+        num_table_blocks=-(-max_model_len // block_size),
         num_swap_blocks=choose_num_swap_blocks(config, block_num_bytes=block_num_bytes),
     )
     return spec, max_model_len

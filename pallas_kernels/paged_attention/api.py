@@ -40,6 +40,10 @@ class PagedAttention(Protocol):
     @property
     def name(self) -> str: ...
 
+    def default_block_size(self, *, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
+        """Tokens of a block, where nobody says."""
+        ...
+
     def pool_shape(
         self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:

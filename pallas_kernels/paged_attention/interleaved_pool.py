@@ -7,9 +7,15 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.api import PagedAttention
 
+DEFAULT_BLOCK_SIZE = 16
+
 
 class InterleavedPool:
-    """The methods of `PagedAttention` that move K/V."""
+    """The methods of `PagedAttention` that move K/V. Kernels gather tokens one by one, so small
+    blocks cost nothing."""
+
+    def default_block_size(self, *, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
+        return DEFAULT_BLOCK_SIZE
 
     def pool_shape(
         self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.api import AttentionMetadata
 from pallas_kernels.paged_attention.head_major_pool import (
+    BAND_ROWS,
     LANES,
     HeadMajorPool,
     padded_width,
@@ -26,8 +27,6 @@ MAX_MATMUL_ROWS = 256  # of a prefill, if MIN_TILE_TOKENS do not need more
 MAX_TILE_NUMBERS = 1 << 18  # of the queries in a prefill tile
 # Of v4, which has least: 16 MiB, of which the compiler wants some.
 VMEM_LIMIT = 15 << 20
-# Rows of a register, which a block has to fill.
-BAND_ROWS = {"float32": 8, "bfloat16": 16, "int8": 32, "float8_e5m2": 32, "float8_e4m3fn": 32}
 
 
 @jax.tree_util.register_dataclass
@@ -171,6 +170,7 @@ class MosaicPagedAttention(HeadMajorPool):
         shape = self._kernel_shape(pool, plan, scale=scale, softcap=softcap, options=options)
         if new_kv is not None:
             shape = replace(shape, band_rows=BAND_ROWS[pool.dtype.name])
+            assert shape.block_size % shape.band_rows == 0, f"{shape.block_size=} {pool.dtype=}"
         fill = ((0, 0), (0, 0), (0, 0), (0, shape.lanes - head_dim))
         query = jnp.pad(query.reshape(num_tokens, num_kv_heads, self.group, head_dim), fill)
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None, None, None]

@@ -172,7 +172,7 @@ def _attention_kernel(*arguments: Any, shape: MosaicShape) -> None:
 
             pl.when(is_last & has_next & jnp.logical_not(must_wait))(fetch_for_next_item)
             fetched = _fetch_range(blocks, fetch, shape)
-            _wait_for_copies(refs, fetched, buffer)
+            _wait_for_copies(refs, fetched, buffer, shape)
             if shape.band_rows:
                 start_writing(refs, fetched, item, buffer, shape)
             _clear_invisible(refs, fetched, item, buffer, shape)
@@ -224,12 +224,21 @@ def _start_copies(refs: Refs, table: Any, blocks: BlockRange, buffer: Array) -> 
     lax.fori_loop(0, blocks.count, start, None)
 
 
-def _wait_for_copies(refs: Refs, blocks: BlockRange, buffer: Array) -> None:
-    def wait(index: Array, _: None) -> None:
-        target = refs.buffers.at[buffer, index]  # all blocks have the same size
-        pltpu.make_async_copy(refs.pool.at[0], target, refs.arrivals.at[buffer]).wait()
+def _wait_for_copies(refs: Refs, blocks: BlockRange, buffer: Array, shape: MosaicShape) -> None:
+    """A semaphore counts bytes, so that one wait does for a full buffer."""
+    arrival = refs.arrivals.at[buffer]
 
-    lax.fori_loop(0, blocks.count, wait, None)
+    @pl.when(blocks.count == shape.fetch_blocks)
+    def _():
+        full = refs.buffers.at[buffer]
+        pltpu.make_async_copy(full, full, arrival).wait()
+
+    @pl.when(blocks.count < shape.fetch_blocks)
+    def _():
+        def wait(index: Array, _: None) -> None:
+            pltpu.make_async_copy(refs.pool.at[0], refs.buffers.at[buffer, index], arrival).wait()
+
+        lax.fori_loop(0, blocks.count, wait, None)
 
 
 def _clear_invisible(

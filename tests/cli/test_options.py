@@ -180,6 +180,6 @@ def test_help_shows_every_option_and_default(command: Any) -> None:
     for item in fields(EngineConfig):
         shown = flag(item.name) in text
         assert shown or command.name != "serve", item.name
-    assert "(default: 16)" in text
+    assert "at once (default: 64)" in text
     assert "default: off" in text and "False" not in text
     assert "random keys (default: 0)" in text or command.name != "serve"

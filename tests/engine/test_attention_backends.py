@@ -11,7 +11,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.model_files import load_model_config, resolve_model
 from jpaged.sampling_params import SamplingParams
-from jpaged.startup import choose_attention
+from jpaged.startup import choose_attention, choose_block_size
 from tests.random_llama import save_random_llama
 
 A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
@@ -113,6 +113,27 @@ def test_what_kernels_cannot_do_is_refused(choose, device, options, reason):
     """O-62: no slower path is taken unasked."""
     with pytest.raises(ConfigError, match=f"{reason}.*Set attention_backend to 'xla'"):
         choose(device, **options)
+
+
+@pytest.mark.parametrize(
+    "device,num_kv_heads,dtype,block_size",
+    [
+        (A100, 1, "bfloat16", 16),
+        (TPU, 8, "bfloat16", 16),
+        (TPU, 1, "bfloat16", 128),
+        (TPU, 1, "int8", 256),
+        (TPU, 32, "int8", 32),
+        (CPU, 1, "float32", 16),
+    ],
+)
+def test_block_size_suits_the_device(folder, device, num_kv_heads, dtype, block_size):
+    """On TPUs, a copy of a block should take longer than to start it."""
+    tiny = load_model_config(resolve_model(str(folder)))
+    model = replace(tiny, num_heads=32, num_kv_heads=num_kv_heads, head_dim=128)
+    attention = choose_attention(EngineConfig(), model, jnp.dtype(dtype), device)
+    assert choose_block_size(EngineConfig(), attention, model, jnp.dtype(dtype)) == block_size
+    config = EngineConfig(block_size=64)
+    assert choose_block_size(config, attention, model, jnp.dtype(dtype)) == 64
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])

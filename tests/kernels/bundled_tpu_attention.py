@@ -33,7 +33,8 @@ class BundledTpuAttention(InterleavedPool):
         plan: tuple[jax.Array, ...],
         *,
         scale: float,
-        window: None = None,
+        window: int | None = None,
+        softcap: float | None = None,
         kv_scales: None = None,
     ) -> jax.Array:
         return ragged_paged_attention(
@@ -41,6 +42,8 @@ class BundledTpuAttention(InterleavedPool):
             pool,
             *plan,
             sm_scale=scale,
+            sliding_window=window,
+            soft_cap=softcap,
             num_kv_pages_per_block=self.fetch_blocks,
             num_queries_per_block=self.tile_tokens,
         )

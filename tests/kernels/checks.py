@@ -25,6 +25,13 @@ PREFILLS = [
     if 1 < query_len <= kv_len
 ]
 DECODES = [(1, kv_len) for kv_len in KV_LENS]
+GROUPS = [1, 3, 4, 8]
+# (number of the case, block size, head dimension). Groups by the case's number meet all of both.
+BLOCKS_AND_HEADS = [
+    (row + column, block_size, head_dim)
+    for row, block_size in enumerate([8, 16, 32, 128])
+    for column, head_dim in enumerate([64, 80, 96, 128, 256])
+]
 MIXED = [(1, 5), (1, 16), (1, 300), (1, 33), (17, 17), (70, 200), (5, 1025), (64, 64)]
 
 

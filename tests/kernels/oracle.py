@@ -15,23 +15,22 @@ def paged_attention_oracle(batch, *, scale, window=None, softcap=None, sinks=Non
         start, end = batch.query_starts[row], batch.query_starts[row + 1]
         tokens = pool[batch.block_tables[row]].reshape(-1, *pool.shape[2:])[:context_len]
         tokens = np.nan_to_num(tokens)  # what is outside of the window may be gone
-        # "H t d": every query head has the key and value head of its group.
-        keys, values = (
-            np.repeat(tokens[:, first::2], group, axis=1).transpose(1, 0, 2) for first in (0, 1)
-        )
-        scores = query[start:end].transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * scale
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
         positions = np.arange(context_len)
         own_positions = positions[context_len - (end - start) :][:, None]
         visible = positions <= own_positions
         if window is not None:
             visible &= positions > own_positions - window
-        scores = np.where(visible, scores, -np.inf)
-        maximum = scores.max(axis=-1, keepdims=True, initial=-1e30)
-        weights = np.exp(scores - maximum)
-        denominator = weights.sum(axis=-1, keepdims=True)
-        if sinks is not None:
-            denominator += np.exp(sinks.astype(np.float64)[:, None, None] - maximum)
-        out[start:end] = (weights / denominator @ values).transpose(1, 0, 2)
+        for head in range(query.shape[1]):
+            first = 2 * (head // group)
+            keys, values = tokens[:, first], tokens[:, first + 1]
+            scores = query[start:end, head] @ keys.T * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            scores = np.where(visible, scores, -np.inf)
+            maximum = scores.max(axis=-1, keepdims=True, initial=-1e30)
+            weights = np.exp(scores - maximum)
+            denominator = weights.sum(axis=-1, keepdims=True)
+            if sinks is not None:
+                denominator += np.exp(np.float64(sinks[head]) - maximum)
+            out[start:end, head] = weights / denominator @ values
     return out

@@ -1,4 +1,4 @@
-"""What the TPU kernels do differently; test_paged_attention.py has the whole matrix."""
+"""What the TPU kernels do differently, with races found out; see test_paged_attention.py also."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels.paged_attention.mosaic_items import prefill_items
 from pallas_kernels.testing import AttentionShape
-from tests.kernels.checks import check, heads
+from tests.kernels.checks import BLOCKS_AND_HEADS, DECODES, GROUPS, PREFILLS, check, heads
 
 ROWS = [(1, 5), (1, 16), (1, 150), (1, 33), (17, 17), (30, 100), (5, 205), (3, 3), (40, 64)]
 
@@ -19,6 +19,32 @@ def test_mixed_batch(block_size, group, head_dim, copies):
     """Tiles of queries with tokens of several rows; blocks that come in many pieces, or in one.
     Copies take effect as soon as they are started, or not before they are waited for."""
     check(copies, ROWS, heads(group, head_dim), block_size=block_size)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case,block_size,head_dim", BLOCKS_AND_HEADS)
+def test_full_matrix(case, block_size, head_dim):
+    """As for all backends, but with races found out, and shorter rows for that: looking for races
+    takes the square of the number of copies. A third of the lengths for each case."""
+    name, groups = "pallas-tpu-races", GROUPS[case % 4 :] + GROUPS
+    rows = [row for row in [*DECODES, *PREFILLS] if row[1] < 1000]
+    check(name, rows[case % 3 :: 3], heads(groups[0], head_dim), block_size=block_size)
+    with_options = heads(groups[1], head_dim, softcap=3.0, has_sinks=True)
+    rows = rows[(case + 1) % 3 :: 3]
+    dtype = "float32" if case % 2 or block_size == 8 else "bfloat16"
+    check(name, rows, with_options, block_size=block_size, dtype=dtype, window=50)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("query_len", [1, 5, 17])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
+def test_long_rows(block_size, query_len):
+    check("pallas-tpu-races", [(query_len, 1025)], heads(4, 80), block_size=block_size)
+
+
+@pytest.mark.long
+def test_long_prompt():
+    check("pallas-tpu-races", [(1025, 1025)], heads(4, 128), block_size=128)
 
 
 def test_decodes_only():
