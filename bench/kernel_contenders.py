@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Num
 
+from jpaged.attention_choice import compute_capability
 from jpaged.bench.kernel_cases import BLOCK_SIZE, Case, CaseInputs
-from jpaged.startup import compute_capability
 from pallas_kernels.paged_attention import (
     PagedAttention,
     TritonPagedAttention,

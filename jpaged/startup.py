@@ -1,18 +1,16 @@
 """From engine options to an engine that is ready: files, weights, memory, programs."""
 
 import logging
-import re
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.attention_choice import choose_attention, choose_block_size
 from jpaged.cache_folder import user_cache_folder
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
-from jpaged.errors import ConfigError
 from jpaged.inputs import InputProcessor
 from jpaged.kv_cache import (
     MemoryBudget,
@@ -27,7 +25,6 @@ from jpaged.kv_cache import (
 from jpaged.kv_scales import with_kv_scales
 from jpaged.metrics import Metrics
 from jpaged.model_files import load_model_config, load_tokenizer, open_weights, resolve_model
-from jpaged.models.config import ModelConfig
 from jpaged.models.loading import Model, load_model
 from jpaged.programs import (
     ProgramSpec,
@@ -38,16 +35,9 @@ from jpaged.programs import (
 from jpaged.progress import progress_bar
 from jpaged.runner import Runner
 from jpaged.tokenizer import Tokenizer
-from pallas_kernels.paged_attention import (
-    MosaicPagedAttention,
-    PagedAttention,
-    TritonPagedAttention,
-    XlaPagedAttention,
-)
+from pallas_kernels.paged_attention import PagedAttention
 
 logger = logging.getLogger(__name__)
-
-PLATFORM_BACKENDS = {"gpu": "triton", "tpu": "pallas-tpu"}
 
 
 @dataclass(frozen=True)
@@ -102,60 +92,6 @@ def compute_dtype(config: EngineConfig) -> jnp.dtype:
 
 def kv_cache_dtype(config: EngineConfig, compute: jnp.dtype) -> jnp.dtype:
     return compute if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-
-
-def choose_attention(
-    config: EngineConfig, model: ModelConfig, kv_dtype: jnp.dtype, device: Any
-) -> PagedAttention:
-    """The backend that an option names, or the one of the device. A backend that cannot do it is
-    no reason to take a slower one: that is refused, and the user decides."""
-    name = config.attention_backend
-    if name == "auto":
-        name = PLATFORM_BACKENDS.get(device.platform, "xla")
-    attention = make_backend(name, model, interpret=device.platform == "cpu")
-    reason = attention.supports(
-        block_size=choose_block_size(config, attention, model, kv_dtype),
-        dtype=kv_dtype,
-        platform=device.platform,
-        compute_capability=compute_capability(device),
-    )
-    if reason is None:
-        return attention
-    message = f"attention_backend {config.attention_backend!r} means {name!r} here, but {reason}."
-    if name != "xla":
-        message += " Set attention_backend to 'xla', which is slower but can do it."
-    raise ConfigError(message)
-
-
-def choose_block_size(
-    config: EngineConfig, attention: PagedAttention, model: ModelConfig, kv_dtype: jnp.dtype
-) -> int:
-    return config.block_size or attention.default_block_size(
-        num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=kv_dtype
-    )
-
-
-def make_backend(name: str, model: ModelConfig, *, interpret: bool) -> PagedAttention:
-    if name == "xla":
-        return XlaPagedAttention()
-    group = model.num_heads // model.num_kv_heads
-    if name == "triton":
-        return TritonPagedAttention(group=group, head_dim=model.head_dim, interpret=interpret)
-    return MosaicPagedAttention(
-        num_kv_heads=model.num_kv_heads,
-        group=group,
-        head_dim=model.head_dim,
-        interpret=interpret,
-    )
-
-
-def compute_capability(device: Any) -> tuple[int, int] | None:
-    """Of an NVIDIA card, e.g. (8, 0); None for anything else."""
-    version = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", version):
-        return None
-    major, minor = map(int, version.split("."))
-    return major, minor
 
 
 def use_compilation_cache(config: EngineConfig) -> None:

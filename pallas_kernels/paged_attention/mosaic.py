@@ -1,5 +1,6 @@
 """Paged attention in Pallas kernels through Mosaic: the path of TPUs."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,25 +9,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.paged_attention.api import AttentionMetadata
+from pallas_kernels.paged_attention.api import NO_WINDOW, AttentionMetadata
 from pallas_kernels.paged_attention.head_major_pool import (
     BAND_ROWS,
-    LANES,
     HeadMajorPool,
     padded_width,
     stored_pairs,
 )
 from pallas_kernels.paged_attention.mosaic_items import WorkItems, decode_items, prefill_items
 from pallas_kernels.paged_attention.mosaic_kernel import attend_items
+from pallas_kernels.paged_attention.mosaic_memory import kernel_vmem_bytes
 from pallas_kernels.paged_attention.mosaic_refs import MosaicShape
+from pallas_kernels.paged_attention.mosaic_sizes import (
+    V4,
+    MosaicSizes,
+    choose_chunk_tokens,
+    choose_prefill_queries,
+    power_of_two_within,
+)
 
 MAX_HEAD_DIM = 256
-MAX_TILE_TOKENS = 128
-MIN_TILE_TOKENS = 16
-MAX_MATMUL_ROWS = 256  # of a prefill, if MIN_TILE_TOKENS do not need more
-MAX_TILE_NUMBERS = 1 << 18  # of the queries in a prefill tile
-# Of v4, which has least: 16 MiB, of which the compiler wants some.
-VMEM_LIMIT = 15 << 20
 
 
 @jax.tree_util.register_dataclass
@@ -49,16 +51,18 @@ class MosaicPagedAttention(HeadMajorPool):
     """group: query heads that share a KV head. interpret: how to run the kernels on a CPU, to test
     them; see `jax.experimental.pallas.pallas_call`.
 
-    fetch_bytes: K/V copied at a time; while they are computed with, as many are on their way.
-    chunk_tokens: K/V tokens of one matmul.
+    fetch_bytes, vmem_limit: see `ChipSizes`. chunk_tokens: see `MosaicSizes`; None: chosen by the
+    pool's type. measured: sizes to take instead of all that is chosen.
     """
 
     num_kv_heads: int
     group: int
     head_dim: int
     interpret: Any = False
-    fetch_bytes: int = 2 << 20
-    chunk_tokens: int = 512
+    fetch_bytes: int = V4.fetch_bytes
+    vmem_limit: int = V4.vmem_limit
+    chunk_tokens: int | None = None
+    measured: MosaicSizes | None = None
     name: str = "pallas-tpu"
 
     def supports(
@@ -81,21 +85,45 @@ class MosaicPagedAttention(HeadMajorPool):
         least = BAND_ROWS[dtype.name]
         if block_size % least:
             return f"block_size is {block_size}, and {dtype.name} needs a multiple of {least}"
-        needed = self.num_kv_heads * block_size * 2 * padded_width(self.head_dim) * dtype.itemsize
-        if needed > self.fetch_bytes:
+        sizes, block_bytes = self.sizes(dtype), self._block_bytes(block_size, dtype)
+        if block_bytes > sizes.fetch_bytes:
             return (
-                f"a block of block_size {block_size} takes {needed >> 10} KiB a layer, and at most "
-                f"{self.fetch_bytes >> 10} are possible"
+                f"a block of block_size {block_size} takes {block_bytes >> 10} KiB a layer, and at "
+                f"most {sizes.fetch_bytes >> 10} are possible"
+            )
+        needed = self.vmem_bytes(block_size, dtype)
+        if needed > self.vmem_limit:
+            return (
+                f"its kernels take {needed >> 20} MiB of the chip's vector memory with "
+                f"fetch_bytes {sizes.fetch_bytes}, chunk_tokens {sizes.chunk_tokens} and "
+                f"prefill_queries {sizes.prefill_queries}, and at most {self.vmem_limit >> 20} are "
+                "possible"
             )
         return None
 
+    def sizes(self, pool_dtype: jnp.dtype) -> MosaicSizes:
+        return self.measured or MosaicSizes(
+            fetch_bytes=self.fetch_bytes,
+            chunk_tokens=self.chunk_tokens or choose_chunk_tokens(pool_dtype),
+            prefill_queries=self.tile_tokens,
+        )
+
     @property
     def tile_tokens(self) -> int:
-        """Query tokens of a prefill tile, a power of two."""
-        lanes = max(padded_width(self.head_dim), LANES)
-        numbers = self.num_kv_heads * self.group * lanes
-        most = min(MAX_TILE_TOKENS, MAX_MATMUL_ROWS // self.group, MAX_TILE_NUMBERS // numbers)
-        return max(power_of_two_within(most), MIN_TILE_TOKENS)
+        if self.measured is not None:
+            return self.measured.prefill_queries
+        return choose_prefill_queries(self.num_kv_heads, self.group, self.head_dim)
+
+    def _block_bytes(self, block_size: int, dtype: jnp.dtype) -> int:
+        return self.num_kv_heads * block_size * 2 * padded_width(self.head_dim) * dtype.itemsize
+
+    def vmem_bytes(self, block_size: int, dtype: jnp.dtype) -> int:
+        """Vector memory that a prefill takes, which is more than a decode does, about."""
+        longest = NO_WINDOW // block_size  # longer than any context
+        shape = self._kernel_shape(dtype, block_size=block_size, num_table_blocks=longest)
+        band_rows = BAND_ROWS[dtype.name]
+        tiles = replace(shape, tile_tokens=self.tile_tokens, band_rows=band_rows)
+        return kernel_vmem_bytes(tiles, dtype)
 
     def plan(
         self, metadata: AttentionMetadata, *, num_tokens: int, block_size: int, decode_only: bool
@@ -167,7 +195,14 @@ class MosaicPagedAttention(HeadMajorPool):
         options = {name: value for name, value in options.items() if value is not None}
         if window is not None:
             options["window"] = jnp.asarray(window, jnp.int32).reshape(1)
-        shape = self._kernel_shape(pool, plan, scale=scale, softcap=softcap, options=options)
+        shape = self._kernel_shape(
+            pool.dtype,
+            block_size=pool.shape[2],
+            num_table_blocks=plan.block_tables.shape[1],
+            scale=scale,
+            softcap=softcap,
+            options=options,
+        )
         if new_kv is not None:
             shape = replace(shape, band_rows=BAND_ROWS[pool.dtype.name])
             assert shape.block_size % shape.band_rows == 0, f"{shape.block_size=} {pool.dtype=}"
@@ -194,23 +229,22 @@ class MosaicPagedAttention(HeadMajorPool):
 
     def _kernel_shape(
         self,
-        pool: Num[Array, "N K B W2"],
-        plan: MosaicPlan,
+        pool_dtype: jnp.dtype,
         *,
-        scale: float,
-        softcap: float | None,
-        options: dict[str, Array],
+        block_size: int,
+        num_table_blocks: int,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        options: Collection[str] = (),
     ) -> MosaicShape:
-        _, num_kv_heads, block_size, width = pool.shape
-        block_bytes = num_kv_heads * block_size * width * pool.dtype.itemsize
-        most_blocks = power_of_two_within(max(self.fetch_bytes // block_bytes, 1))
-        # Float32 takes several matmuls for each, whose parts need memory as well.
-        chunk_tokens = self.chunk_tokens // (4 if pool.dtype == jnp.float32 else 1)
-        chunk_blocks = min(max(chunk_tokens // block_size, 1), most_blocks)
-        # Not more than the longest context has.
-        num_chunks = -(-plan.block_tables.shape[1] // chunk_blocks)
+        """Of decodes. num_table_blocks: those of the longest context. options: by name."""
+        sizes = self.sizes(pool_dtype)
+        block_bytes = self._block_bytes(block_size, pool_dtype)
+        most_blocks = power_of_two_within(max(sizes.fetch_bytes // block_bytes, 1))
+        chunk_blocks = min(max(sizes.chunk_tokens // block_size, 1), most_blocks)
+        num_chunks = -(-num_table_blocks // chunk_blocks)
         return MosaicShape(
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
             group=self.group,
             width=padded_width(self.head_dim),
             block_size=block_size,
@@ -223,7 +257,7 @@ class MosaicPagedAttention(HeadMajorPool):
             has_window="window" in options,
             has_sinks="sinks" in options,
             has_kv_scales="kv_scales" in options,
-            vmem_limit=VMEM_LIMIT,
+            vmem_limit=self.vmem_limit,
         )
 
 
@@ -232,8 +266,3 @@ def _heads_first(rows: Float[Array, "T K R L"], tile_tokens: int) -> Float[Array
     num_tokens, num_kv_heads, _, lanes = rows.shape
     rows = jnp.pad(rows, ((0, -num_tokens % tile_tokens), (0, 0), (0, 0), (0, 0)))
     return rows.swapaxes(0, 1).reshape(num_kv_heads, -1, lanes)
-
-
-def power_of_two_within(size: int) -> int:
-    """The largest one that is not more."""
-    return 1 << max(size.bit_length() - 1, 0)

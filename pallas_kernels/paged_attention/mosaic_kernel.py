@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.head_major_pool import LANES
 from pallas_kernels.paged_attention.mosaic_items import WorkItems
+from pallas_kernels.paged_attention.mosaic_memory import scratch_shapes, tile_spec
 from pallas_kernels.paged_attention.mosaic_refs import (
     BlockRange,
     MosaicShape,
@@ -60,7 +61,7 @@ def attend_items(
         return pl.BlockSpec((1, 1, tables.shape[2]), row_of, memory_space=pltpu.SMEM)
 
     queries, in_memory = (
-        _tile_spec(shape, shape.group, shape.lanes),
+        tile_spec(shape, shape.group, shape.lanes),
         pl.BlockSpec(memory_space=pl.ANY),
     )
     inputs, in_specs = [query], [queries]
@@ -69,7 +70,7 @@ def attend_items(
         in_specs.append(pl.BlockSpec(inputs[-1].shape, lambda *_: (0, 0, 0)))
     if new_kv is not None:
         inputs.append(new_kv)
-        in_specs.append(_tile_spec(shape, 1, 2 * shape.width))
+        in_specs.append(tile_spec(shape, 1, 2 * shape.width))
     inputs += [tables, tables, pool]
     in_specs += [table_spec(0), table_spec(1), in_memory]
     outputs, out_specs, aliases = [query], [queries], {}
@@ -85,7 +86,7 @@ def attend_items(
             grid=(num_items,),
             in_specs=in_specs,
             out_specs=out_specs,
-            scratch_shapes=_scratch_shapes(shape, pool.dtype),
+            scratch_shapes=scratch_shapes(shape, pool.dtype),
         ),
         out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in outputs],
         input_output_aliases=aliases,
@@ -98,35 +99,9 @@ def attend_items(
     return out, written[0] if written else pool
 
 
-def _tile_spec(shape: MosaicShape, rows: int, lanes: int) -> pl.BlockSpec:
-    """Of an array with so many rows a token and KV head."""
-    if shape.tile_tokens == 1:
-        size = (None, shape.num_kv_heads, rows, lanes)
-        return pl.BlockSpec(size, lambda item, rows, tiles, *_: (tiles[item], 0, 0, 0))
-    size = (shape.num_kv_heads, shape.tile_tokens * rows, lanes)
-    return pl.BlockSpec(size, lambda item, rows, tiles, *_: (0, tiles[item], 0))
-
-
 def _row_sinks(sinks: Float[Array, "H"], shape: MosaicShape) -> Float[Array, "K R 1"]:
     sinks = sinks.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
     return jnp.tile(sinks, (1, shape.tile_tokens))[:, :, None]
-
-
-def _scratch_shapes(shape: MosaicShape, pool_dtype: jnp.dtype) -> list[Any]:
-    heads, rows = shape.num_kv_heads, shape.rows
-    block = (heads, shape.block_size, 2 * shape.width)
-    scratch = [
-        pltpu.VMEM((2, shape.fetch_blocks, *block), pool_dtype),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        pltpu.VMEM((heads, rows, shape.lanes), jnp.float32),
-        pltpu.SMEM((1,), jnp.int32),
-    ]
-    if shape.band_rows:
-        scratch.append(pltpu.VMEM((heads, shape.staged_rows, 2 * shape.width), pool_dtype))
-        scratch.append(pltpu.SemaphoreType.DMA((1,)))
-    return scratch
 
 
 def _attention_kernel(*arguments: Any, shape: MosaicShape) -> None:

@@ -105,9 +105,13 @@ def name_refs(refs: tuple[Any, ...], shape: MosaicShape) -> Refs:
     return named._replace(pool=named.written_pool) if writes else named
 
 
+def heads_at_a_time(num_heads: int) -> int:
+    return max(n for n in range(1, MAX_UNROLLED_HEADS + 1) if num_heads % n == 0)
+
+
 def for_each_head(num_heads: int, body: Callable[[Array | int], None]) -> None:
     """Several at a time, for a matmul of one to overlap with the softmax of another."""
-    unrolled = max(n for n in range(1, MAX_UNROLLED_HEADS + 1) if num_heads % n == 0)
+    unrolled = heads_at_a_time(num_heads)
 
     def some(index: Array | int, _: None) -> None:
         for offset in range(unrolled):

@@ -9,14 +9,18 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.api import AttentionMetadata
 from pallas_kernels.paged_attention.interleaved_pool import InterleavedPool
-from pallas_kernels.paged_attention.triton_decode import decode, decode_rows, decode_tile
+from pallas_kernels.paged_attention.triton_decode import decode
 from pallas_kernels.paged_attention.triton_prefill import (
     QueryTiles,
     cut_query_tiles,
     prefill,
-    prefill_rows,
-    prefill_tile,
     query_tile_tokens,
+)
+from pallas_kernels.paged_attention.triton_sizes import (
+    TritonSizes,
+    choose_sizes,
+    decode_rows,
+    prefill_rows,
 )
 from pallas_kernels.paged_attention.triton_tiles import KernelShape
 
@@ -42,11 +46,12 @@ class TritonPlan:
 @dataclass(frozen=True, kw_only=True)
 class TritonPagedAttention(InterleavedPool):
     """group: query heads that share a KV head. interpret: run the kernels as plain XLA, to test
-    them on a CPU."""
+    them on a CPU. measured: sizes to take instead of those that `triton_sizes` chooses."""
 
     group: int
     head_dim: int
     interpret: bool = False
+    measured: TritonSizes | None = None
     name: str = "triton"
 
     def supports(
@@ -83,18 +88,23 @@ class TritonPagedAttention(InterleavedPool):
             return BYTES_THAT_OVERFLOW.start // size
         return num_blocks
 
+    def sizes(self, pool_dtype: jnp.dtype) -> TritonSizes:
+        return self.measured or choose_sizes(self.group, self.head_dim, pool_dtype.itemsize)
+
     def plan(
         self, metadata: AttentionMetadata, *, num_tokens: int, block_size: int, decode_only: bool
     ) -> TritonPlan:
         rows = jnp.arange(metadata.context_lens.shape[0], dtype=jnp.int32)
         tiles = None
         if not decode_only:
+            measured = self.measured
+            rows_of_tile = measured.prefill_rows if measured else prefill_rows(self.head_dim)
             tiles = cut_query_tiles(
                 metadata.query_starts,
                 metadata.context_lens,
                 metadata.num_decodes,
                 num_tokens=num_tokens,
-                tile_tokens=query_tile_tokens(self.group, self.head_dim),
+                tile_tokens=query_tile_tokens(self.group, rows_of_tile),
             )
         decode_lens = jnp.where(rows < metadata.num_decodes, metadata.context_lens, 0)
         return TritonPlan(metadata.block_tables, decode_lens, tiles)
@@ -112,21 +122,24 @@ class TritonPagedAttention(InterleavedPool):
         kv_scales: Float[Array, "K2"] | None = None,
     ) -> Float[Array, "T H D"]:
         _, num_heads, head_dim = query.shape
-        num_kv_heads, itemsize = pool.shape[2] // 2, pool.dtype.itemsize
+        num_kv_heads = pool.shape[2] // 2
         num_blocks, *block_shape = pool.shape
         assert num_heads == self.group * num_kv_heads, f"{num_heads=} {num_kv_heads=} {self.group=}"
         assert head_dim == self.head_dim, f"{head_dim=} {self.head_dim=}"
         largest = self.largest_pool(
-            num_blocks=num_blocks, block_shape=tuple(block_shape), itemsize=itemsize
+            num_blocks=num_blocks, block_shape=tuple(block_shape), itemsize=pool.dtype.itemsize
         )
         assert num_blocks == largest, f"{num_blocks=}, and at most {largest} work"
+        sizes = self.sizes(pool.dtype)
         shape = KernelShape(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=pool.shape[1],
-            tile=decode_tile(self.group, head_dim, itemsize),
+            tile=sizes.decode_tile,
             rows=decode_rows(self.group, head_dim),
+            num_warps=sizes.decode_warps,
+            num_stages=sizes.decode_stages,
             scale=scale,
             softcap=softcap,
             has_window=window is not None,
@@ -137,8 +150,21 @@ class TritonPagedAttention(InterleavedPool):
             window = jnp.asarray(window, jnp.int32).reshape(1)
         options = tuple(each for each in (window, sinks, kv_scales) if each is not None)
         arrays, interpret = (query, pool, plan.block_tables), self.interpret
-        out = decode(*arrays, plan.decode_lens, options, shape=shape, interpret=interpret)
+        out = decode(
+            *arrays,
+            plan.decode_lens,
+            options,
+            shape=shape,
+            wanted_programs=sizes.decode_programs,
+            interpret=interpret,
+        )
         if plan.query_tiles is None:
             return out
-        shape = replace(shape, tile=prefill_tile(head_dim, itemsize), rows=prefill_rows(head_dim))
+        shape = replace(
+            shape,
+            tile=sizes.prefill_tile,
+            rows=sizes.prefill_rows,
+            num_warps=sizes.prefill_warps,
+            num_stages=sizes.prefill_stages,
+        )
         return prefill(*arrays, plan.query_tiles, out, options, shape=shape, interpret=interpret)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.paged_attention.triton_sizes import MIN_SPLIT_TILES, choose_num_splits
 from pallas_kernels.paged_attention.triton_tiles import (
     LOG2_E,
     MASKED,
@@ -22,25 +23,12 @@ from pallas_kernels.paged_attention.triton_tiles import (
     ceil_div,
     dot_dtype,
     first_visible,
-    padded_head_dim,
-    power_of_two,
     softmax_over_tiles,
     split_options,
 )
 from pallas_kernels.triton_lowering import load, store, triton_call
 
-MAX_SPLITS = 64
-WANTED_PROGRAMS = 2048  # about 16 for each multiprocessor of an A100 or H100
-MIN_SPLIT_TILES = 2  # less work is not worth a program
 BLOCK_NUMBER_BYTES = 4
-TILE_BYTES = 16 << 10  # of a tile's keys; its values take as much
-
-
-def choose_num_splits(num_programs: int, max_tiles: int) -> int:
-    """A power of two. num_programs: those there are with one split."""
-    wanted = -(-WANTED_PROGRAMS // num_programs)
-    useful = -(-max_tiles // MIN_SPLIT_TILES)
-    return min(power_of_two(min(wanted, useful)), MAX_SPLITS)
 
 
 def split_bounds(
@@ -62,20 +50,20 @@ def decode(
     options: tuple[Array, ...],
     *,
     shape: KernelShape,
+    wanted_programs: int,
     interpret: bool,
     num_splits: int | None = None,
 ) -> Float[Array, "T H D"]:
     """Row s attends with token s; rows of length 0 get zeros, and tokens from S on nothing.
 
-    options: those of `OptionRefs` that `shape` has. num_splits: chosen from the other sizes if
-    None.
+    options: those of `OptionRefs` that `shape` has. wanted_programs: decide the number of splits
+    if it is None.
     """
     num_rows = min(query.shape[0], context_lens.shape[0])
     num_head_programs = shape.num_kv_heads * num_head_chunks(shape)
     if num_splits is None:
         max_tiles = -(-block_tables.shape[1] * shape.block_size // shape.tile)
-        num_splits = choose_num_splits(num_rows * num_head_programs, max_tiles)
-    num_warps = 8 if shape.rows > 64 else 4
+        num_splits = choose_num_splits(num_rows * num_head_programs, max_tiles, wanted_programs)
     partials = (
         jax.ShapeDtypeStruct((num_rows, num_splits, shape.num_heads), jnp.float32),
         jax.ShapeDtypeStruct((num_rows, num_splits, shape.num_heads), jnp.float32),
@@ -87,8 +75,8 @@ def decode(
         name="paged_decode",
         grid=(num_rows, num_head_programs, num_splits),
         out_shape=[out_shape] if num_splits == 1 else partials,
-        num_warps=num_warps,
-        num_stages=3,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         interpret=interpret,
     )
     outputs = attend(query, pool, block_tables, context_lens, *options)
@@ -99,23 +87,10 @@ def decode(
         name="paged_decode_reduce",
         grid=(num_rows, shape.num_heads),
         out_shape=[out_shape],
-        num_warps=num_warps,
+        num_warps=shape.num_warps,
         interpret=interpret,
     )
     return reduce(*outputs, context_lens, *options)[0]
-
-
-def decode_rows(group: int, head_dim: int) -> int:
-    """Rows of a program, one a query head: tensor cores take 16 at least."""
-    return min(max(16, power_of_two(group)), 128 if head_dim <= 128 else 64)
-
-
-def decode_tile(group: int, head_dim: int, itemsize: int) -> int:
-    """K/V tokens a tile: 64 of 128 dimensions in bfloat16."""
-    tokens = TILE_BYTES // (padded_head_dim(head_dim) * itemsize)
-    # Not more scores than the registers hold.
-    most = {128: 32, 64: 64}.get(decode_rows(group, head_dim), 128)
-    return min(max(tokens, 16), most)
 
 
 def num_head_chunks(shape: KernelShape) -> int:

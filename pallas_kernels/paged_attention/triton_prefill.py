@@ -26,8 +26,6 @@ from pallas_kernels.paged_attention.triton_tiles import (
 )
 from pallas_kernels.triton_lowering import load, store, triton_call
 
-NUM_WARPS = 8
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -80,25 +78,13 @@ def max_query_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
     return (num_tokens - most_rows) // tile_tokens + most_rows
 
 
-def prefill_rows(head_dim: int) -> int:
-    """Query rows of a program, tokens times heads: as many as the registers hold."""
-    return 128 if head_dim <= 128 else 64
-
-
-def prefill_tile(head_dim: int, itemsize: int) -> int:
-    """K/V tokens a tile; with more, registers spill on A100."""
-    if itemsize > 2:
-        return 16
-    return 64 if head_dim <= 64 else 32
-
-
-def tile_heads(group: int, head_dim: int) -> int:
+def tile_heads(group: int, rows: int) -> int:
     """Query heads of a KV head that a program takes, a power of two."""
-    return min(power_of_two(group), prefill_rows(head_dim))
+    return min(power_of_two(group), rows)
 
 
-def query_tile_tokens(group: int, head_dim: int) -> int:
-    return prefill_rows(head_dim) // tile_heads(group, head_dim)
+def query_tile_tokens(group: int, rows: int) -> int:
+    return rows // tile_heads(group, rows)
 
 
 def prefill(
@@ -116,15 +102,15 @@ def prefill(
 
     options: those of `OptionRefs` that `shape` has.
     """
-    num_chunks = -(-shape.group // tile_heads(shape.group, shape.head_dim))
+    num_chunks = -(-shape.group // tile_heads(shape.group, shape.rows))
     inputs = (query, pool, block_tables, tiles.rows, tiles.tokens, tiles.counts, tiles.ends)
     attend = triton_call(
         partial(_prefill_kernel, shape=shape),
         name="paged_prefill",
         grid=(tiles.rows.shape[0], shape.num_kv_heads * num_chunks),
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
-        num_warps=NUM_WARPS,
-        num_stages=3,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         aliases={len(inputs) + len(options): 0},
         interpret=interpret,
     )
@@ -134,7 +120,7 @@ def prefill(
 def _prefill_kernel(*refs: Any, shape: KernelShape) -> None:
     query_ref, pool_ref, tables_ref, *tile_refs = refs[:7]
     options, (_, out_ref) = split_options(refs[7:], shape)
-    tile, num_heads = pl.program_id(0), tile_heads(shape.group, shape.head_dim)
+    tile, num_heads = pl.program_id(0), tile_heads(shape.group, shape.rows)
     num_chunks = -(-shape.group // num_heads)
     kv_head, chunk = pl.program_id(1) // num_chunks, pl.program_id(1) % num_chunks
     row, first_token, count, end = (ref[tile] for ref in tile_refs)

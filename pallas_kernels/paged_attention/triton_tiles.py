@@ -24,6 +24,7 @@ class KernelShape:
     """Everything static that an attention kernel depends on.
 
     tile: K/V tokens a tile. rows: query rows of a program, a power of two.
+    num_warps: of a program. num_stages: tiles on their way at once.
     """
 
     num_heads: int
@@ -32,6 +33,8 @@ class KernelShape:
     block_size: int
     tile: int
     rows: int
+    num_warps: int
+    num_stages: int
     scale: float
     softcap: float | None
     has_window: bool

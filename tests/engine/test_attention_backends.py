@@ -7,18 +7,23 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from jpaged.attention_choice import choose_attention, choose_block_size
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.model_files import load_model_config, resolve_model
 from jpaged.sampling_params import SamplingParams
-from jpaged.startup import choose_attention, choose_block_size
 from tests.random_llama import save_random_llama
 
-A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
-V100 = SimpleNamespace(platform="gpu", compute_capability="7.0")
-MI300 = SimpleNamespace(platform="gpu", compute_capability="gfx942")
-CPU = SimpleNamespace(platform="cpu")
-TPU = SimpleNamespace(platform="tpu")
+
+def device(platform, kind, **attributes):
+    return SimpleNamespace(platform=platform, device_kind=kind, **attributes)
+
+
+A100 = device("gpu", "NVIDIA A100-SXM4-80GB", compute_capability="8.0")
+V100 = device("gpu", "Tesla V100-SXM2-16GB", compute_capability="7.0")
+MI300 = device("gpu", "AMD Instinct MI300X", compute_capability="gfx942")
+CPU = device("cpu", "cpu")
+TPU = device("tpu", "TPU v5 lite")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,16 @@ def test_what_kernels_cannot_do_is_refused(choose, device, options, reason):
     """O-62: no slower path is taken unasked."""
     with pytest.raises(ConfigError, match=f"{reason}.*Set attention_backend to 'xla'"):
         choose(device, **options)
+
+
+@pytest.mark.parametrize(
+    "kind,fetch_bytes",
+    [("TPU v4", 2 << 20), ("TPU v5 lite", 4 << 20), ("TPU v5", 8 << 20), ("TPU v6 lite", 8 << 20)],
+)
+def test_each_chip_has_its_sizes(choose, kind, fetch_bytes):
+    attention = choose(device("tpu", kind))
+    assert attention.sizes(jnp.dtype("bfloat16")).fetch_bytes == fetch_bytes
+    assert attention.vmem_limit > 2 * fetch_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention.triton_decode import (
-    MAX_SPLITS,
-    choose_num_splits,
     decode,
     decode_kv_bytes_read,
-    decode_rows,
-    decode_tile,
     split_bounds,
+)
+from pallas_kernels.paged_attention.triton_sizes import (
+    MAX_SPLITS,
+    WANTED_PROGRAMS,
+    choose_num_splits,
+    choose_sizes,
+    decode_rows,
 )
 from pallas_kernels.paged_attention.triton_tiles import KernelShape
 from pallas_kernels.testing import MODEL_SHAPES, AttentionShape, ragged_batch
@@ -23,13 +26,16 @@ ITEMSIZE = 2
 
 
 def kernel_shape(model: AttentionShape, *, itemsize: int, window: int | None) -> KernelShape:
+    sizes = choose_sizes(model.group, model.head_dim, itemsize)
     return KernelShape(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=16,
-        tile=decode_tile(model.group, model.head_dim, itemsize),
+        tile=sizes.decode_tile,
         rows=decode_rows(model.group, model.head_dim),
+        num_warps=sizes.decode_warps,
+        num_stages=sizes.decode_stages,
         scale=1.0,
         softcap=None,
         has_window=window is not None,
@@ -96,6 +102,7 @@ def test_any_number_of_splits_gives_the_answer(num_splits):
         jnp.array(batch.context_lens),
         (jnp.array([1500]), jnp.array(sinks)),
         shape=shape,
+        wanted_programs=WANTED_PROGRAMS,
         num_splits=num_splits,
         interpret=True,
     )

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention.triton_prefill import cut_query_tiles, query_tile_tokens
+from pallas_kernels.paged_attention.triton_sizes import prefill_rows
 
 NUM_ROWS, NUM_TOKENS = 6, 64
 
@@ -51,4 +52,4 @@ def test_every_token_is_in_one_tile(num_decodes, chunk_lens, num_cached, tile_to
     [(1, 64, 128), (3, 128, 32), (4, 256, 16), (8, 128, 16), (130, 64, 1)],
 )
 def test_tiles_hold_as_many_tokens_as_rows_allow(group, head_dim, expected):
-    assert query_tile_tokens(group, head_dim) == expected
+    assert query_tile_tokens(group, prefill_rows(head_dim)) == expected

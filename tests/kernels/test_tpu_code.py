@@ -4,11 +4,13 @@ Mosaic refuses what a chip cannot do, and what does not fit its vector memory.
 """
 
 import math
+from dataclasses import asdict
 
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.paged_attention import AttentionMetadata, MosaicPagedAttention
+from pallas_kernels.paged_attention.mosaic_sizes import MIB, chip_sizes
 from pallas_kernels.testing import MODEL_SHAPES, AttentionShape
 from tests.kernels.gpu_compiler import on
 from tests.kernels.tpu_compiler import (
@@ -19,6 +21,7 @@ from tests.kernels.tpu_compiler import (
     mesh_of,
     needs_libtpu,
     pool_makers,
+    vector_memory_of,
 )
 
 pytestmark = needs_libtpu
@@ -36,11 +39,17 @@ def compile_attention(
     dtype="bfloat16",
     pool_dtype=None,
     decode_only=False,
+    writes=True,
 ):
-    """A step of one layer; returns the program and the shape of its pool."""
+    """A step of one layer, with the sizes that the chip gets, or attention alone."""
     mesh, int32, pool_dtype = mesh_of(chip), jnp.int32, jnp.dtype(pool_dtype or dtype)
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    attention = MosaicPagedAttention(num_kv_heads=kv_heads, group=shape.group, head_dim=head_dim)
+    attention = MosaicPagedAttention(
+        num_kv_heads=kv_heads,
+        group=shape.group,
+        head_dim=head_dim,
+        **asdict(chip_sizes(mesh.devices.item().device_kind)),
+    )
     sizes = {"block_size": block_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
     _, *block = attention.pool_shape(num_blocks=1, **sizes)
     block_bytes = block[0] * block[1] * block[2] * pool_dtype.itemsize
@@ -57,8 +66,11 @@ def compile_attention(
             block_size=block_size,
             decode_only=decode_only,
         )
-        inputs, scale = (query, key, value, pool, slots, plan), shape.score_scale
-        return attention.write_and_attend(*inputs, scale=scale, softcap=shape.softcap, **options)
+        scale, softcap = shape.score_scale, shape.softcap
+        if not writes:
+            return attention.attend(query, pool, plan, scale=scale, softcap=softcap, **options)
+        inputs = query, key, value, pool, slots, plan
+        return attention.write_and_attend(*inputs, scale=scale, softcap=softcap, **options)
 
     options = {}
     if shape.has_window:
@@ -71,8 +83,14 @@ def compile_attention(
     metadata = [on(mesh, each, int32) for each in (table, (num_rows,), (num_rows + 1,), ())]
     query, key = (on(mesh, (num_tokens, n, head_dim), dtype) for n in (heads, kv_heads))
     arrays = on(mesh, pool_shape, pool_dtype), query, key, key, on(mesh, (num_tokens,), int32)
-    compiled = compile_for(mesh, layer, *arrays, metadata, options, donate_argnums=0)
-    check_pool_stays_in_place(compiled, pool_shape, pool_dtype)
+    donated = 0 if writes else ()
+    compiled = compile_for(mesh, layer, *arrays, metadata, options, donate_argnums=donated)
+    if writes:
+        check_pool_stays_in_place(compiled, pool_shape, pool_dtype)
+    estimated = attention.vmem_bytes(block_size, pool_dtype)
+    assert max(vector_memory_of(compiled).values()) <= estimated + MIB, (
+        "sizes would be allowed that do not fit"
+    )
     return compiled
 
 
@@ -80,6 +98,20 @@ def compile_attention(
 def test_a_step_on_each_chip(chip):
     compiled = compile_attention(chip, MODEL_SHAPES["llama-3-8b"])
     assert kernels_of(compiled) == {"paged_decode", "paged_prefill"}
+
+
+def test_attention_alone():
+    """As the benchmark of kernels runs it."""
+    compiled = compile_attention("v6e", MODEL_SHAPES["llama-3-8b"], writes=False)
+    assert kernels_of(compiled) == {"paged_decode", "paged_prefill"}
+
+
+@pytest.mark.parametrize("chip,fetch_bytes", [("v4", 2), ("v5e", 4), ("v5p", 8), ("v6e", 8)])
+def test_each_chip_gets_its_sizes(chip, fetch_bytes):
+    """Two buffers, and little more in a decode. The rest of the memory is for weights."""
+    shape = MODEL_SHAPES["llama-3-8b"]
+    memory = vector_memory_of(compile_attention(chip, shape, decode_only=True))
+    assert 2 * fetch_bytes * MIB <= memory["paged_decode"] <= (2 * fetch_bytes + 1) * MIB
 
 
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gpt-oss-20b"])

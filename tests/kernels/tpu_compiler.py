@@ -50,6 +50,16 @@ def kernels_of(compiled: Compiled) -> set[str]:
     )
 
 
+def vector_memory_of(compiled: Compiled) -> dict[str, int]:
+    """Bytes of vector memory that each kernel uses, by its name."""
+    sizes = re.findall(
+        r'%(\w+)\.\d+ = .*custom_call_target="tpu_custom_call".*"used_scoped_memory_configs":'
+        r'\[\{"memory_space":"1","offset":"0","size":"(\d+)"',
+        text(compiled),
+    )
+    return {name: int(size) for name, size in sizes}
+
+
 def check_pool_stays_in_place(
     compiled: Compiled, shape: Sequence[int], dtype: str, num_pools: int = 1
 ) -> None:
