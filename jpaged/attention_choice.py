@@ -1,6 +1,8 @@
-"""Which implementation of paged attention a device gets."""
+"""Which implementation of paged attention a device gets, and in which sizes."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -14,6 +16,13 @@ from pallas_kernels.paged_attention import (
     XlaPagedAttention,
 )
 from pallas_kernels.paged_attention.mosaic_sizes import chip_sizes
+from pallas_kernels.paged_attention.tuning import (
+    SHIPPED_FILE,
+    Sizes,
+    TuningError,
+    TuningKey,
+    read_sizes,
+)
 
 PLATFORM_BACKENDS = {"gpu": "triton", "tpu": "pallas-tpu"}
 
@@ -41,7 +50,8 @@ def choose_attention(
     block_size = choose_block_size(config, attention, model, kv_dtype)
     reason = reason_against(attention, device, kv_dtype, block_size)
     if reason is None:
-        return attention
+        path = _tuning_file(config, attention)
+        return with_measured_sizes(attention, path, model, device, kv_dtype, block_size)
     message = f"attention_backend {config.attention_backend!r} means {name!r} here, but {reason}."
     if name != "xla":
         message += " Set attention_backend to 'xla', which is slower but can do it."
@@ -51,6 +61,7 @@ def choose_attention(
 def make_backend(
     name: str, model: AttentionHeads, device: Any, *, interpret: bool = False
 ) -> PagedAttention:
+    """With the sizes that are chosen where nothing was measured."""
     if name == "xla":
         return XlaPagedAttention()
     group = model.num_heads // model.num_kv_heads
@@ -75,6 +86,17 @@ def choose_block_size(
     )
 
 
+def _tuning_file(config: EngineConfig, attention: PagedAttention) -> Path:
+    if config.tuning_file is None:
+        return SHIPPED_FILE
+    if attention.name == "xla":
+        raise ConfigError(
+            f"tuning_file is {config.tuning_file!r}, but attention_backend "
+            f"{config.attention_backend!r} means 'xla' here, which has no sizes. Leave it out."
+        )
+    return Path(config.tuning_file)
+
+
 def reason_against(
     attention: PagedAttention, device: Any, kv_dtype: jnp.dtype, block_size: int
 ) -> str | None:
@@ -84,6 +106,50 @@ def reason_against(
         dtype=kv_dtype,
         platform=device.platform,
         compute_capability=compute_capability(device),
+    )
+
+
+def with_measured_sizes(
+    attention: PagedAttention,
+    path: Path,
+    model: AttentionHeads,
+    device: Any,
+    kv_dtype: jnp.dtype,
+    block_size: int,
+) -> PagedAttention:
+    """The backend with the sizes that a file has for it, if any. Raises `ConfigError`."""
+    if not isinstance(attention, MosaicPagedAttention | TritonPagedAttention):
+        return attention
+    key = tuning_key(attention.name, model, device, kv_dtype, block_size)
+    sizes = read_tuning_file(path).get(key)
+    if sizes is None:
+        return attention
+    measured = replace(attention, measured=sizes)
+    reason = reason_against(measured, device, kv_dtype, block_size)
+    if reason is not None:
+        raise ConfigError(f"{path}, entry of {key}: {reason}. Correct the entry, or remove it.")
+    return measured
+
+
+def read_tuning_file(path: Path) -> dict[TuningKey, Sizes]:
+    """Raises `ConfigError`."""
+    try:
+        return read_sizes(path)
+    except TuningError as error:
+        raise ConfigError(str(error)) from error
+
+
+def tuning_key(
+    backend: str, model: AttentionHeads, device: Any, kv_dtype: jnp.dtype, block_size: int
+) -> TuningKey:
+    return TuningKey(
+        device=device.device_kind,
+        backend=backend,
+        num_kv_heads=model.num_kv_heads,
+        group=model.num_heads // model.num_kv_heads,
+        head_dim=model.head_dim,
+        pool_dtype=kv_dtype.name,
+        block_size=block_size,
     )
 
 

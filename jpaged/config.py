@@ -81,6 +81,11 @@ class EngineConfig:
         "implementation of paged attention; auto: triton on NVIDIA cards, pallas-tpu on TPUs, "
         "else xla (on a CPU the first two only interpret their kernels, to test them)",
     )
+    tuning_file: str | None = option(
+        None,
+        "measured sizes of attention kernels, from `jpaged bench kernels --tune` (default: those "
+        "that come with jpaged)",
+    )
     seed: int = option(0, "base of all random keys")
     compilation_cache_dir: str | None = option(
         None, "folder of compiled programs (default: jpaged/programs in the user's cache folder)"

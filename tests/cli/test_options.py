@@ -33,6 +33,7 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("swap_space", ["--swap-space", "0.5"], 0.5),
     ("preemption_mode", ["--preemption-mode", "recompute"], "recompute"),
     ("attention_backend", ["--attention-backend", "xla"], "xla"),
+    ("tuning_file", ["--tuning-file", "sizes.json"], "sizes.json"),
     ("seed", ["--seed", "-3"], -3),
     ("compilation_cache_dir", ["--compilation-cache-dir", "/cache"], "/cache"),
     ("check_invariants", ["--check-invariants"], True),

@@ -1,5 +1,6 @@
 """Which implementation of attention an engine takes, and that all give the same answers."""
 
+import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -74,9 +75,13 @@ def num_preemptions(llm) -> float:
 def choose(folder):
     tiny = load_model_config(resolve_model(str(folder)))
 
-    def choosing(device, *, backend="auto", dtype="bfloat16", head_dim=128, block_size=16):
+    def choosing(
+        device, *, backend="auto", dtype="bfloat16", head_dim=128, block_size=16, tuning_file=None
+    ):
         model = replace(tiny, head_dim=head_dim)
-        config = EngineConfig(attention_backend=backend, block_size=block_size)
+        config = EngineConfig(
+            attention_backend=backend, block_size=block_size, tuning_file=tuning_file
+        )
         return choose_attention(config, model, jnp.dtype(dtype), device)
 
     return choosing
@@ -128,6 +133,41 @@ def test_each_chip_has_its_sizes(choose, kind, fetch_bytes):
     attention = choose(device("tpu", kind))
     assert attention.sizes(jnp.dtype("bfloat16")).fetch_bytes == fetch_bytes
     assert attention.vmem_limit > 2 * fetch_bytes
+
+
+@pytest.fixture
+def tuning_file(tmp_path):
+    """With an entry for the tiny model on TPUs."""
+
+    def write(**sizes):
+        key = dict(device="TPU v5 lite", backend="pallas-tpu", num_kv_heads=2, group=2)
+        key |= dict(head_dim=128, pool_dtype="bfloat16", block_size=16)
+        sizes = dict(fetch_bytes=1 << 20, chunk_tokens=256, prefill_queries=32) | sizes
+        path = tmp_path / "sizes.json"
+        path.write_text(json.dumps([{**key, "sizes": sizes}]))
+        return str(path)
+
+    return write
+
+
+def test_measured_sizes_come_from_a_file(choose, tuning_file):
+    path, bfloat16 = tuning_file(), jnp.dtype("bfloat16")
+    assert choose(TPU, tuning_file=path).sizes(bfloat16).chunk_tokens == 256
+    assert choose(TPU, tuning_file=path, block_size=32).measured is None
+    assert choose(A100, tuning_file=path).measured is None
+    assert choose(TPU).measured is None
+
+
+def test_files_that_cannot_be_used_are_refused(choose, tuning_file, tmp_path):
+    with pytest.raises(ConfigError, match="sizes.json, entry 1, sizes: chunk_tokens is 7, and 16"):
+        choose(TPU, tuning_file=tuning_file(chunk_tokens=7))
+    refused = "sizes.json, entry of device TPU v5 lite, .*take .* MiB of the chip's vector memory"
+    with pytest.raises(ConfigError, match=f"{refused} with fetch_bytes 33554432, .*remove it"):
+        choose(TPU, tuning_file=tuning_file(fetch_bytes=32 << 20))
+    with pytest.raises(ConfigError, match="none.json: No such file"):
+        choose(TPU, tuning_file=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="tuning_file is .*'auto' means 'xla' here"):
+        choose(CPU, tuning_file=tuning_file())
 
 
 @pytest.mark.parametrize(
