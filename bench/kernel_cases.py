@@ -1,5 +1,6 @@
 """What the benchmark of kernels runs: heads of real models, with batches as they occur."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -12,8 +13,10 @@ from jpaged.errors import ConfigError
 from pallas_kernels.paged_attention import NO_WINDOW, AttentionMetadata
 from pallas_kernels.testing import MODEL_SHAPES, AttentionShape
 
-BLOCK_SIZE = 16
 WINDOW = 1024  # of models that have one
+# More than the caches between memory and cores hold, so that every pool is read from memory.
+ROTATED_BYTES = 256 << 20
+MIN_POOLS, MAX_POOLS = 2, 16
 Rows = tuple[tuple[int, int], ...]  # (query_len, context_len) of each sequence, decodes first
 
 
@@ -40,7 +43,7 @@ CPU_WORKLOADS: dict[str, Rows] = {
 
 @dataclass(frozen=True)
 class Case:
-    """model: the name of `shape`. dtype: of the query; pool_dtype: of the KV cache."""
+    """model: the name of `shape`. dtype: of the query; pool_dtype, block_size: of the KV cache."""
 
     model: str
     workload: str
@@ -48,6 +51,7 @@ class Case:
     rows: Rows
     dtype: jnp.dtype
     pool_dtype: jnp.dtype
+    block_size: int
 
     @property
     def name(self) -> str:
@@ -71,8 +75,8 @@ class Case:
 
     @property
     def pool_bytes(self) -> int:
-        num_blocks = sum(-(-length // BLOCK_SIZE) for _, length in self.rows)
-        return num_blocks * BLOCK_SIZE * self._token_bytes
+        num_blocks = sum(-(-length // self.block_size) for _, length in self.rows)
+        return num_blocks * self.block_size * self._token_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -99,15 +103,16 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseInputs:
-    """pools: several with other contents, each for the same block table. Slots that belong to no
-    token are zero; in `poisoned`, the first pool once more, they are NaN or the largest number.
+    """pools: several with other contents, each for the same block table, [N, B, 2K, D] if not in
+    a backend's own layout. Slots that belong to no token are zero; in `poisoned`, the first pool
+    once more, they are NaN or the largest number.
 
     options: window, sinks and kv_scales, where the case has them.
     """
 
     query: Float[Array, "T H D"]
-    pools: list[Num[Array, "N B K2 D"]]
-    poisoned: Num[Array, "N B K2 D"]
+    pools: list[Num[Array, "..."]]
+    poisoned: Num[Array, "..."]
     block_tables: np.ndarray
     context_lens: np.ndarray
     query_starts: np.ndarray
@@ -125,12 +130,17 @@ class CaseInputs:
 
 
 def select_cases(
-    pattern: str, *, is_cpu: bool, dtype: jnp.dtype, pool_dtype: jnp.dtype
+    pattern: str,
+    *,
+    is_cpu: bool,
+    dtype: jnp.dtype,
+    pool_dtype: jnp.dtype,
+    choose_block_size: Callable[[AttentionShape], int],
 ) -> list[Case]:
     """Those whose name, model/workload, matches a shell pattern."""
     workloads = CPU_WORKLOADS if is_cpu else WORKLOADS
     cases = [
-        Case(model, workload, shape, rows, dtype, pool_dtype)
+        Case(model, workload, shape, rows, dtype, pool_dtype, choose_block_size(shape))
         for model, shape in MODEL_SHAPES.items()
         for workload, rows in workloads.items()
     ]
@@ -143,22 +153,26 @@ def select_cases(
     return matching
 
 
-def draw_inputs(case: Case, *, num_pools: int) -> CaseInputs:
+def draw_inputs(case: Case) -> CaseInputs:
     """Blocks are out of order. Drawn on the device: pools may be gigabytes."""
-    random, shape = np.random.default_rng(0), case.shape
-    keys = list(jax.random.split(jax.random.key(0), num_pools + 1))
+    num_pools = min(max(-(-ROTATED_BYTES // case.pool_bytes), MIN_POOLS), MAX_POOLS)
+    random, shape, block_size = np.random.default_rng(0), case.shape, case.block_size
+    query_key, pool_key = jax.random.split(jax.random.key(0))
     lengths = np.array([length for _, length in case.rows], np.int32)
-    num_blocks = -(-lengths // BLOCK_SIZE)
+    num_blocks = -(-lengths // block_size)
     tables = np.zeros((len(case.rows), num_blocks.max()), np.int32)
     in_use = np.arange(tables.shape[1])[None] < num_blocks[:, None]
     tables[in_use] = random.permutation(num_blocks.sum()) + 1
     num_written = np.zeros(num_blocks.sum() + 1, np.int32)
-    starts = np.arange(tables.shape[1])[None] * BLOCK_SIZE
-    num_written[tables[in_use]] = np.clip(lengths[:, None] - starts, 0, BLOCK_SIZE)[in_use]
-    is_written = jnp.array(np.arange(BLOCK_SIZE)[None] < num_written[:, None])
+    starts = np.arange(tables.shape[1])[None] * block_size
+    num_written[tables[in_use]] = np.clip(lengths[:, None] - starts, 0, block_size)[in_use]
+    is_written = jnp.array(np.arange(block_size)[None] < num_written[:, None])
     pool_shape = (*is_written.shape, 2 * shape.num_kv_heads, shape.head_dim)
-    pools = [_draw_pool(key, pool_shape, case.pool_dtype, is_written) for key in keys[1:]]
-    query = jax.random.normal(keys[0], (case.num_tokens, shape.num_heads, shape.head_dim))
+    pool = _draw_pool(pool_key, pool_shape, case.pool_dtype, is_written)
+    # Drawing them takes a CPU longer than all the rest, and moved ones are others as well.
+    rotate = jax.jit(lambda pool, distance: jnp.roll(pool, distance, axis=3))
+    pools = [pool, *(rotate(pool, jnp.int32(number)) for number in range(1, num_pools))]
+    query = jax.random.normal(query_key, (case.num_tokens, shape.num_heads, shape.head_dim))
     query_lens = [query_len for query_len, _ in case.rows]
     return CaseInputs(
         query=query.astype(case.dtype),

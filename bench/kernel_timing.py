@@ -15,19 +15,21 @@ MIN_SAMPLES = 3
 
 
 def median_seconds(run: Callable[[], Any], wait: Callable[[Any], Any], *, seconds: float) -> float:
-    """Of one run, over samples of several, for about so many seconds. The first run is no part of
-    it: it may compile. wait: for a run to be done."""
-    wait(run())
-    started = time.perf_counter()
-    wait(run())
-    num_runs = max(1, int(MIN_SAMPLE_SECONDS / (time.perf_counter() - started)))
-    samples: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(samples) < MIN_SAMPLES or time.perf_counter() < end:
+    """Of one run, over samples of several, for about so many seconds. What is compiled at the first
+    run must have run before. wait: for a run to be done."""
+
+    def sample(num_runs: int) -> float:
         started = time.perf_counter()
-        results = [run() for _ in range(num_runs)]
-        wait(results)
-        samples.append((time.perf_counter() - started) / num_runs)
+        wait([run() for _ in range(num_runs)])
+        return (time.perf_counter() - started) / num_runs
+
+    end = time.perf_counter() + seconds
+    samples = [sample(1)]
+    num_runs = max(1, int(MIN_SAMPLE_SECONDS / samples[0]))
+    if num_runs > 1:
+        samples.clear()
+    while len(samples) < MIN_SAMPLES or time.perf_counter() < end:
+        samples.append(sample(num_runs))
     return statistics.median(samples)
 
 
@@ -47,14 +49,24 @@ class Ceilings:
 
 
 def measure_ceilings(dtype: jnp.dtype, *, seconds: float) -> Ceilings:
-    is_cpu = jax.default_backend() == "cpu"
-    source = jnp.zeros(COPY_BYTES // 4, jnp.float32)
-    copy = jax.jit(lambda values: values + 1)
-    copy_seconds = median_seconds(lambda: copy(source), jax.block_until_ready, seconds=seconds)
-    size = 1024 if is_cpu else 8192
+    size = 1024 if jax.default_backend() == "cpu" else 8192
     matrix = jnp.zeros((size, size), dtype)
     multiply = jax.jit(lambda matrix: matrix @ matrix)
+    multiply(matrix).block_until_ready()
     matmul_seconds = median_seconds(
         lambda: multiply(matrix), jax.block_until_ready, seconds=seconds
     )
+    copy_seconds = _measure_copy(seconds=seconds)
     return Ceilings(2 * COPY_BYTES / copy_seconds / 1e9, 2 * size**3 / matmul_seconds / 1e12)
+
+
+def _measure_copy(*, seconds: float) -> float:
+    """In place: new memory would have to be found first, which takes longer on a CPU."""
+    values = [jnp.zeros(COPY_BYTES // 4, jnp.float32)]
+    increase = jax.jit(lambda values: values + 1, donate_argnums=0)
+
+    def run() -> None:
+        values[0] = increase(values[0])
+
+    run()
+    return median_seconds(run, lambda _: values[0].block_until_ready(), seconds=seconds)

@@ -8,30 +8,22 @@ import json
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jpaged.bench.kernel_cases import Case, CaseInputs, draw_inputs, select_cases
-from jpaged.bench.kernel_contenders import (
-    CONTENDERS,
-    Contender,
-    NotApplicable,
-    as_numpy,
-    dense_attention,
-)
-from jpaged.bench.kernel_timing import Ceilings, measure_ceilings, median_seconds
+from jpaged.attention_choice import read_tuning_file
+from jpaged.bench.kernel_backends import BACKENDS, backend_contender, default_block_size
+from jpaged.bench.kernel_cases import Case, draw_inputs, select_cases
+from jpaged.bench.kernel_contenders import MakeContender, NotApplicable, describe_failure
+from jpaged.bench.kernel_peers import PEERS
+from jpaged.bench.kernel_reference import WrongAnswer, checked_seconds, reference
+from jpaged.bench.kernel_timing import Ceilings, measure_ceilings
 from jpaged.bench.kernels_options import KernelsOptions
-from jpaged.config import EngineConfig
 from jpaged.startup import compute_dtype, kv_cache_dtype
+from pallas_kernels.paged_attention.tuning import SHIPPED_FILE
 from pallas_kernels.testing import TOLERANCES
-
-# More than the caches between memory and cores hold, so that every pool is read from memory.
-ROTATED_BYTES = 256 << 20
-MIN_POOLS, MAX_POOLS = 2, 16
-REFERENCE_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,7 @@ class Result:
     """
 
     case: str
+    block_size: int
     contender: str
     is_ours: bool
     error: float | None = None
@@ -59,11 +52,19 @@ class Result:
 
 def bench_kernels(options: KernelsOptions) -> None:
     """Prints all results, and writes them to a file if there is to be one."""
-    config = EngineConfig(dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype)
+    config = options.engine_config()
     dtype = compute_dtype(config)
     pool_dtype = kv_cache_dtype(config, dtype)
-    is_cpu = jax.default_backend() == "cpu"
-    cases = select_cases(options.shapes, is_cpu=is_cpu, dtype=dtype, pool_dtype=pool_dtype)
+    cases = select_cases(
+        options.shapes,
+        is_cpu=jax.default_backend() == "cpu",
+        dtype=dtype,
+        pool_dtype=pool_dtype,
+        choose_block_size=lambda shape: default_block_size(config, shape, pool_dtype),
+    )
+    tuning_file = SHIPPED_FILE if options.tuning_file is None else Path(options.tuning_file)
+    if options.tuning_file is not None:
+        read_tuning_file(tuning_file)  # mistakes in it come before anything is measured
     ceilings = measure_ceilings(dtype, seconds=options.seconds)
     machine = {
         "device": jax.local_devices()[0].device_kind,
@@ -78,8 +79,9 @@ def bench_kernels(options: KernelsOptions) -> None:
     print(*(f"{name}: {_shown(value)}" for name, value in machine.items()), sep="\n", flush=True)
     results = []
     for case in cases:
-        print(f"\n{case.name}", flush=True)
-        of_case = bench_case(case, ceilings, seconds=options.seconds)
+        print(f"\n{case.name}, blocks of {case.block_size} tokens", flush=True)
+        makers = contenders(tuning_file)
+        of_case = bench_case(case, makers, ceilings, seconds=options.seconds)
         print(*map(_line, of_case), sep="\n", flush=True)
         results += of_case
     if options.json is not None:
@@ -90,55 +92,33 @@ def bench_kernels(options: KernelsOptions) -> None:
         sys.exit(f"Wrong or no answer: {', '.join(failed)}")
 
 
-def bench_case(case: Case, ceilings: Ceilings, *, seconds: float) -> list[Result]:
-    num_pools = -(-ROTATED_BYTES // case.pool_bytes)
-    inputs = draw_inputs(case, num_pools=min(max(num_pools, MIN_POOLS), MAX_POOLS))
-    reference = _reference(case, inputs)
+def contenders(tuning_file: Path) -> dict[str, MakeContender]:
+    """In this order; ours first. tuning_file: has measured sizes of ours."""
+    ours = {name: partial(backend_contender, name, tuning_file=tuning_file) for name in BACKENDS}
+    return ours | PEERS
+
+
+def bench_case(
+    case: Case, makers: dict[str, MakeContender], ceilings: Ceilings, *, seconds: float
+) -> list[Result]:
+    inputs = draw_inputs(case)
+    expected = reference(case, inputs)
     results = []
-    for name, make in CONTENDERS.items():
-        blank = Result(case.name, name, is_ours=name in ("triton", "xla"))
+    for name, make in makers.items():
+        blank = Result(case.name, case.block_size, name, is_ours=name in BACKENDS)
         try:
             contender = make(case, inputs)
-            error = _largest_error(case, contender, reference)
-            result = replace(blank, error=error)
-            if not error <= TOLERANCES[case.dtype.name]:
-                result = replace(result, reason=f"wrong by {error:.2g}, so not timed")
-            else:
-                taken = median_seconds(contender.run, contender.wait, seconds=seconds)
-                result = _with_time(result, case, taken / len(inputs.pools), ceilings)
+            error, taken = checked_seconds(case, inputs, contender, expected, seconds=seconds)
+            result = _with_time(replace(blank, error=error), case, taken, ceilings)
         except NotApplicable as reason:
             result = replace(blank, reason=f"left out: {reason}")
+        except WrongAnswer as wrong:
+            result = replace(blank, error=wrong.error, reason=str(wrong))
         # A contender may fail in any way; the others go on, and the failure is in the results.
         except Exception as failure:
-            message = str(failure).strip().partition("\n")[0]
-            result = replace(blank, reason=f"failed: {type(failure).__name__}: {message:.200}")
+            result = replace(blank, reason=describe_failure(failure))
         results.append(result)
     return _with_ratios(results)
-
-
-def _reference(case: Case, inputs: CaseInputs) -> np.ndarray:
-    """The right answer over the first pool."""
-    attend = jax.jit(
-        lambda query, pool: dense_attention(
-            case,
-            inputs,
-            query,
-            pool,
-            dtype=jnp.dtype("float32"),
-            num_rows_at_once=REFERENCE_ROWS,
-        )
-    )
-    return np.asarray(attend(inputs.query, inputs.pools[0]))
-
-
-def _largest_error(case: Case, contender: Contender, reference: np.ndarray) -> float:
-    """NaN if there is one in an answer."""
-    answers = [contender.run()[0]]
-    if contender.run_poisoned is not None:
-        answers.append(contender.run_poisoned())
-    contender.wait(answers)
-    errors = [np.abs(as_numpy(answer, case) - reference).max() for answer in answers]
-    return float(np.max(errors))
 
 
 def _with_time(result: Result, case: Case, seconds: float, ceilings: Ceilings) -> Result:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jpaged.config import DType, KVCacheDType, option
+from jpaged.config import DType, EngineConfig, KVCacheDType, option
 from jpaged.errors import ConfigError
 
 
@@ -16,9 +16,23 @@ class KernelsOptions:
     )
     dtype: DType = option("auto", "type of the queries; auto: float32 on a CPU, else bfloat16")
     kv_cache_dtype: KVCacheDType = option("auto", "type of the KV cache; auto: that of the queries")
+    block_size: int | None = option(
+        None, "tokens a KV block (default: as many as an engine takes on this device)"
+    )
     seconds: float = option(0.2, "how long to time each contender of a case")
     json: str | None = option(None, "file to write all results to")
+    tuning_file: str | None = option(
+        None,
+        "file of measured sizes of our kernels (default: the one that comes with jpaged)",
+    )
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.seconds) or self.seconds <= 0:
             raise ConfigError(f"seconds must be more than 0, got {self.seconds}")
+        self.engine_config()
+
+    def engine_config(self) -> EngineConfig:
+        """What these options say of an engine."""
+        return EngineConfig(
+            dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype, block_size=self.block_size
+        )
