@@ -20,6 +20,7 @@ from jpaged.bench.kernel_contenders import MakeContender, NotApplicable, describ
 from jpaged.bench.kernel_peers import PEERS
 from jpaged.bench.kernel_reference import WrongAnswer, checked_seconds, reference
 from jpaged.bench.kernel_timing import Ceilings, measure_ceilings
+from jpaged.bench.kernel_tuning import tune_kernels
 from jpaged.bench.kernels_options import KernelsOptions
 from jpaged.startup import compute_dtype, kv_cache_dtype
 from pallas_kernels.paged_attention.tuning import SHIPPED_FILE
@@ -63,6 +64,9 @@ def bench_kernels(options: KernelsOptions) -> None:
         choose_block_size=lambda shape: default_block_size(config, shape, pool_dtype),
     )
     tuning_file = SHIPPED_FILE if options.tuning_file is None else Path(options.tuning_file)
+    if options.tune:
+        tune_kernels(cases, tuning_file, seconds=options.seconds)
+        return
     if options.tuning_file is not None:
         read_tuning_file(tuning_file)  # mistakes in it come before anything is measured
     ceilings = measure_ceilings(dtype, seconds=options.seconds)

@@ -21,14 +21,24 @@ class KernelsOptions:
     )
     seconds: float = option(0.2, "how long to time each contender of a case")
     json: str | None = option(None, "file to write all results to")
+    tune: bool = option(
+        False,
+        "instead of comparing, look for the fastest sizes of our kernels for the cases of each "
+        "shape, and keep what is at least 3 % faster than what is chosen unmeasured",
+    )
     tuning_file: str | None = option(
         None,
-        "file of measured sizes of our kernels (default: the one that comes with jpaged)",
+        "file of measured sizes, to use and, with --tune, to write (default: the one that comes "
+        "with jpaged); serve has the same option",
     )
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.seconds) or self.seconds <= 0:
             raise ConfigError(f"seconds must be more than 0, got {self.seconds}")
+        if self.tune and self.json is not None:
+            raise ConfigError(
+                "json cannot be given with --tune, which writes its results elsewhere"
+            )
         self.engine_config()
 
     def engine_config(self) -> EngineConfig:
