@@ -46,7 +46,6 @@ LLAMA_3_8B = ModelConfig.from_hf(
 LLAMA_3_70B = replace(
     LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
 )
-BLOCK_SIZE = 16
 # Along which axis a parameter is split, by a part of its path; all others, every chip has.
 SPLIT_AXES = {"qkv": 1, "out": 0, "gate_up": 1, "down": 0, "embedding": 0, "lm_head": 0}
 
@@ -142,13 +141,18 @@ class Step:
         return program, arguments
 
     def _program_spec(self, model: Model) -> ProgramSpec:
-        blocks = -(-self.context // BLOCK_SIZE)
+        block_size = self.attention.default_block_size(
+            num_kv_heads=model.config.num_kv_heads,
+            head_dim=model.config.head_dim,
+            dtype=model.dtype,
+        )
+        blocks = -(-self.context // block_size)
         kv_cache = kv_cache_spec(
             model.config,
             self.attention,
             model.dtype,
             num_blocks=self.batch * blocks,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
         )
         return ProgramSpec(
             model=model,

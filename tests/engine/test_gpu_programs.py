@@ -3,7 +3,8 @@
 import pytest
 
 from pallas_kernels.paged_attention import TritonPagedAttention
-from tests.engine.large_models import BLOCK_SIZE, LLAMA_3_8B, Step, check_collectives
+from pallas_kernels.paged_attention.interleaved_pool import DEFAULT_BLOCK_SIZE
+from tests.engine.large_models import LLAMA_3_8B, Step, check_collectives
 from tests.kernels.gpu_compiler import compile_lowered, lower_for, mesh_of, needs_cuda_plugin
 
 pytestmark = [needs_cuda_plugin, pytest.mark.slow]
@@ -27,9 +28,10 @@ def test_step_of_a_large_model(num_cards, context, num_tokens, tmp_path):
     forward, arguments = step.on(mesh)
     program = compile_lowered(lower_for(mesh, forward, *arguments, donate_argnums=1), tmp_path)
     program.check_is_one_command_buffer()
-    num_blocks = BATCH * context // BLOCK_SIZE + 1
+    num_blocks = BATCH * context // DEFAULT_BLOCK_SIZE + 1
     kv_heads = 2 * 8 // num_cards
-    program.check_pool_stays_in_place((num_blocks, BLOCK_SIZE, kv_heads, 128), num_pools=32)
+    pool_shape = (num_blocks, DEFAULT_BLOCK_SIZE, kv_heads, 128)
+    program.check_pool_stays_in_place(pool_shape, num_pools=32)
     assert program.compiled.memory_analysis().temp_size_in_bytes <= 0.5e9
     if num_cards > 1:
         check_collectives(program.compiled, LLAMA_3_8B)
