@@ -12,6 +12,7 @@ from jpaged.llm import LLM
 
 MAX_ENGINES = 4
 SMALL: dict[str, Any] = {
+    "block_size": 16,  # whatever suits the device: few tokens should be many blocks
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 200,
