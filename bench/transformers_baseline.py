@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from jpaged.bench.workload import Work
-from jpaged.model_files import resolve_model
+from jpaged.startup.model_files import resolve_model
 
 # Where the two most likely tokens are closer than this, rounding decides between them.
 TIE_GAP = 1e-3

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.tokenizer import Tokenizer
 
 SEED = 0
 TEXT = (

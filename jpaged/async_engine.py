@@ -17,9 +17,9 @@ from jpaged.errors import EngineDeadError
 from jpaged.inputs import Params, Prompt, TokensPrompt, chat_prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import RequestOutput
-from jpaged.request_group import RequestGroup
-from jpaged.startup import LoadedEngine, load_engine
-from jpaged.tokenizer import Tokenizer
+from jpaged.scheduling.request_group import RequestGroup
+from jpaged.startup.load_engine import LoadedEngine, load_engine
+from jpaged.text.tokenizer import Tokenizer
 
 DRAIN_POLL_SECONDS = 0.02
 TOKENIZE_THREADS = 4

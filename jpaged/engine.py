@@ -7,20 +7,20 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from jpaged.beam_group import BeamGroup
-from jpaged.block_pool import BlockPool
 from jpaged.config import PreemptionMode
 from jpaged.errors import RequestError
+from jpaged.execution.runner import LaunchedStep, Runner, Scored
 from jpaged.inputs import InputProcessor, Params, Prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, TokenLogprobs
-from jpaged.prefill_clock import PrefillClock
-from jpaged.request import Request, RequestStatus
-from jpaged.request_group import RequestGroup
-from jpaged.runner import LaunchedStep, Runner, Scored
-from jpaged.scheduled_batch import ScheduledBatch
-from jpaged.scheduler import Scheduler
-from jpaged.swap import PreemptionCosts, SwapSpace
+from jpaged.scheduling.beam_group import BeamGroup
+from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.prefill_clock import PrefillClock
+from jpaged.scheduling.request import Request, RequestStatus
+from jpaged.scheduling.request_group import RequestGroup
+from jpaged.scheduling.scheduled_batch import ScheduledBatch
+from jpaged.scheduling.scheduler import Scheduler
+from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
 
 
 @dataclass

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NotRequired, TypedDict
 
-from jpaged.beam_group import BeamGroup
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.detokenizer import Detokenizer
 from jpaged.errors import PromptTooLongError, RequestError
-from jpaged.request import Request
-from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
-from jpaged.tokenizer import Tokenizer
+from jpaged.scheduling.beam_group import BeamGroup
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.request_group import RequestGroup
+from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):

@@ -10,9 +10,9 @@ from jpaged.errors import ConfigError, RequestError
 from jpaged.inputs import Prompt, chat_prompt
 from jpaged.outputs import RequestOutput
 from jpaged.progress import progress_bar
-from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
-from jpaged.startup import load_engine
+from jpaged.scheduling.request_group import RequestGroup
+from jpaged.startup.load_engine import load_engine
 
 Conversation = Sequence[dict[str, Any]]
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from jpaged.outputs import FinishReason
-from jpaged.request import Request
+from jpaged.scheduling.request import Request
 
 PREFIX = "jpaged:"
 LABELS = ("model_name",)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpaged.models.config import ModelConfig
+from jpaged.models.formats.tensor_source import TensorSource
 from jpaged.models.registry import model_class
-from jpaged.models.tensor_source import TensorSource
 from jpaged.models.weights import load_weights
 
 logger = logging.getLogger(__name__)

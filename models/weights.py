@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jpaged.errors import CheckpointError
-from jpaged.models.tensor_source import TensorSource
+from jpaged.models.formats.tensor_source import TensorSource
 from jpaged.progress import progress_bar
 
 NUM_READERS = 4

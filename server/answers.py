@@ -22,8 +22,8 @@ from jpaged.server.protocol import (
     CompletionLogprobs,
     Usage,
 )
-from jpaged.server.token_text import TextOffsets
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.token_text import TextOffsets
+from jpaged.text.tokenizer import Tokenizer
 
 _NO_ECHO = EchoedPrompt("", ())
 

@@ -8,8 +8,8 @@ from jpaged.outputs import TokenLogprobs
 from jpaged.server.deltas import GivenPrompt
 from jpaged.server.logprobs import TextToken
 from jpaged.server.protocol import CompletionRequest
-from jpaged.server.token_text import PromptOffsets
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.token_text import PromptOffsets
+from jpaged.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from jpaged.server.protocol import (
     CompletionLogprobs,
     TokenLogprob,
 )
-from jpaged.server.token_text import TextOffsets, token_text
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.token_text import TextOffsets, token_text
+from jpaged.text.tokenizer import Tokenizer
 
 # JSON cannot hold minus infinity; OpenAI's number for "very unlikely".
 LEAST_LOGPROB = -9999.0

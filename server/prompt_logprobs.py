@@ -5,8 +5,8 @@ from jpaged.outputs import TokenLogprobs
 from jpaged.server.deltas import GivenPrompt
 from jpaged.server.logprobs import finite
 from jpaged.server.protocol import PromptLogprobs, PromptTokenLogprob, SamplingRequest
-from jpaged.server.token_text import token_text
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.token_text import token_text
+from jpaged.text.tokenizer import Tokenizer
 
 
 def refuse_prompt_logprobs_in_streams(request: SamplingRequest) -> None:

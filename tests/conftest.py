@@ -31,7 +31,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
     """The demo model's GGUF file."""
-    from jpaged.demo_model import demo_model_file
+    from jpaged.startup.demo_model import demo_model_file
 
     return demo_model_file()
 

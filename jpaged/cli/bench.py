@@ -2,7 +2,7 @@
 
 import argparse
 
-from jpaged.bench.kernels_options import KernelsOptions
+from jpaged.bench.kernels.options import KernelsOptions
 from jpaged.cli.command import Command
 from jpaged.cli.options import add_options, read_options
 
@@ -28,7 +28,7 @@ def _add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_kernels(arguments: argparse.Namespace) -> None:
     options = read_options(KernelsOptions, arguments)
 
-    from jpaged.bench.kernels import bench_kernels
+    from jpaged.bench.kernels.run import bench_kernels
 
     bench_kernels(options)
 

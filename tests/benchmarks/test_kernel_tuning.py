@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jpaged.attention_choice import make_backend, with_measured_sizes
 from jpaged.bench import kernel_tuning
-from jpaged.bench.kernel_cases import Case
-from jpaged.bench.kernel_contenders import Contender, NotApplicable
-from jpaged.bench.kernel_reference import reference
-from jpaged.bench.kernel_tuning import tune_kernels
+from jpaged.bench.kernels.cases import Case
+from jpaged.bench.kernels.contenders import Contender, NotApplicable
+from jpaged.bench.kernels.reference import reference
+from jpaged.bench.kernels.tuning import tune_kernels
 from jpaged.cli.main import main
 from jpaged.errors import ConfigError
+from jpaged.execution.attention_choice import make_backend, with_measured_sizes
 from pallas_kernels.testing import AttentionShape
 
 FLOAT32 = jnp.dtype("float32")
@@ -30,14 +30,14 @@ MIB = 1 << 20
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr("jpaged.bench.kernel_timing.time", clock)
+    monkeypatch.setattr("jpaged.bench.kernels.timing.time", clock)
     return clock
 
 
 @pytest.fixture
 def tune(monkeypatch, tmp_path):
     """Tunes a backend, interpreted, and returns the entries of the file afterwards."""
-    monkeypatch.setattr("jpaged.bench.kernel_cases.ROTATED_BYTES", 1 << 10)
+    monkeypatch.setattr("jpaged.bench.kernels.cases.ROTATED_BYTES", 1 << 10)
 
     def run(backend, *cases):
         def backend_for(name, case):

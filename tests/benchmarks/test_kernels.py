@@ -11,12 +11,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as bundled
 
 from jpaged.bench import kernel_cases, kernels
-from jpaged.bench.kernel_backends import attention_contender, in_layout_of
-from jpaged.bench.kernel_cases import CPU_WORKLOADS, Case, draw_inputs, select_cases
-from jpaged.bench.kernel_contenders import Contender, NotApplicable, as_numpy
-from jpaged.bench.kernel_peers import bundled_for_tpus
-from jpaged.bench.kernel_reference import reference
-from jpaged.bench.kernel_timing import Ceilings
+from jpaged.bench.kernels.backends import attention_contender, in_layout_of
+from jpaged.bench.kernels.cases import CPU_WORKLOADS, Case, draw_inputs, select_cases
+from jpaged.bench.kernels.contenders import Contender, NotApplicable, as_numpy
+from jpaged.bench.kernels.peers import bundled_for_tpus
+from jpaged.bench.kernels.reference import reference
+from jpaged.bench.kernels.timing import Ceilings
 from jpaged.cli.main import main
 from jpaged.errors import ConfigError
 from pallas_kernels.paged_attention import MosaicPagedAttention, XlaPagedAttention
@@ -35,7 +35,7 @@ def small(monkeypatch):
     monkeypatch.setitem(CPU_WORKLOADS, "decode", ((1, 20), (1, 20)))
     monkeypatch.setattr(kernel_cases, "ROTATED_BYTES", 1 << 20)
     monkeypatch.setattr(kernel_cases, "MAX_POOLS", 2)
-    monkeypatch.setattr("jpaged.bench.kernel_timing.COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("jpaged.bench.kernels.timing.COPY_BYTES", 1 << 20)
 
 
 def case_of(shape=TINY, rows=ROWS, pool_dtype="float32"):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jpaged.detokenizer import REPLACEMENT, Detokenizer, find_byte_token
+from jpaged.text.detokenizer import REPLACEMENT, Detokenizer, find_byte_token
 from tests.doubles import (
     EOS,
     TAG,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.detokenizer import Detokenizer, find_stop_string, longest_stop_prefix
+from jpaged.text.detokenizer import Detokenizer, find_stop_string, longest_stop_prefix
 from tests.doubles import (
     EOS,
     byte_level_tokenizer,

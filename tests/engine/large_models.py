@@ -18,12 +18,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
-from jpaged.kv_cache import kv_cache_spec
+from jpaged.execution.kv_cache import kv_cache_spec
+from jpaged.execution.programs import ProgramSpec, forward_program
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear
 from jpaged.models.llama import Llama
 from jpaged.models.loading import Model
-from jpaged.programs import ProgramSpec, forward_program
 from pallas_kernels.paged_attention import PagedAttention
 from tests.kernels.gpu_compiler import on
 

@@ -1,7 +1,7 @@
 """Which blocks nobody may read: tests fill them with what would show."""
 
-from jpaged.block_pool import BlockPool
-from jpaged.scheduled_batch import ScheduledBatch
+from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.scheduled_batch import ScheduledBatch
 
 
 class Poison:

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jpaged.block_pool import BlockPool
+from jpaged.execution.runner import LaunchedStep, Runner
 from jpaged.outputs import TokenLogprobs
-from jpaged.prefill_clock import StepTrace
-from jpaged.request import Request
-from jpaged.runner import LaunchedStep, Runner
-from jpaged.scheduled_batch import ScheduledBatch
+from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.prefill_clock import StepTrace
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.scheduled_batch import ScheduledBatch
 from tests.engine.poison import Poison
 
 VOCAB_SIZE = 8

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jpaged.attention_choice import choose_attention, choose_block_size
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
-from jpaged.model_files import load_model_config, resolve_model
+from jpaged.execution.attention_choice import choose_attention, choose_block_size
 from jpaged.sampling_params import SamplingParams
+from jpaged.startup.model_files import load_model_config, resolve_model
 from tests.random_llama import save_random_llama
 
 

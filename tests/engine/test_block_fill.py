@@ -4,12 +4,12 @@ tokens in and 338 out on average). The meter must also read low where memory is 
 import numpy as np
 import pytest
 
-from jpaged.block_pool import BlockPool
-from jpaged.block_tables import BlockTables
-from jpaged.prefix_cache import PrefixMatch
-from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler
+from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.block_tables import BlockTables
+from jpaged.scheduling.prefix_cache import PrefixMatch
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jpaged.block_pool import SINK_BLOCK, BlockPool
+from jpaged.scheduling.block_pool import SINK_BLOCK, BlockPool
 
 NUM_BLOCKS = 12
 

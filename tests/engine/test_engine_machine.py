@@ -4,16 +4,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jpaged.beam_group import BeamGroup
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine import Engine
 from jpaged.errors import RequestError
 from jpaged.inputs import InputProcessor, seed_of_answer
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason
-from jpaged.request import Request
-from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling.beam_group import BeamGroup
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.request_group import RequestGroup
 from tests.engine.scripted_runner import VOCAB_SIZE, ScriptedRunner, draw, logprobs_of
 
 MAX_MODEL_LEN = 48

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.block_pool import BlockPool
 from jpaged.errors import RequestError
-from jpaged.prefix_cache import PrefixCache, block_digest, root_digest
-from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.prefix_cache import PrefixCache, block_digest, root_digest
+from jpaged.scheduling.request import Request
 from tests.random_llama import save_random_llama
 
 BLOCK_SIZE = 4
@@ -189,7 +189,7 @@ def test_a_weak_digest_would_be_noticed(folder, make_llm, monkeypatch):
     expected = [answer(cold, prompt)[0] for prompt in prompts]
     assert [answer(llm, prompt)[0] for prompt in prompts] == expected
     monkeypatch.setattr(
-        "jpaged.prefix_cache.block_digest",
+        "jpaged.scheduling.prefix_cache.block_digest",
         lambda parent, token_ids: bytes([block_digest(parent, token_ids)[0] % 16]),
     )
     salted = [prompt | {"cache_salt": "weak"} for prompt in prompts]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jpaged.execution.programs import lower_copy, lower_forward, lower_sample, lower_swap_in
 from jpaged.models.llama import Llama
-from jpaged.programs import lower_copy, lower_forward, lower_sample, lower_swap_in
-from jpaged.startup import measured_program_bytes
+from jpaged.startup.load_engine import measured_program_bytes
 from pallas_kernels.paged_attention import NO_WINDOW
 from tests.random_llama import save_random_llama
 

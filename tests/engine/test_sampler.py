@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.batch import SamplingInput
-from jpaged.sampler import (
+from jpaged.execution.sampler import (
     argmax,
     gumbel_noise,
     sample,
@@ -16,6 +15,7 @@ from jpaged.sampler import (
     top_k_filter,
     top_p_filter,
 )
+from jpaged.execution.step_inputs import SamplingInput
 from jpaged.sampling_params import MAX_REPORTED_TOKENS
 
 KEY = jax.random.key(0)

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.block_pool import BlockPool
 from jpaged.errors import RequestError
 from jpaged.outputs import FinishReason
-from jpaged.prefill_clock import PrefillClock
-from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduled_batch import ScheduledBatch
-from jpaged.scheduler import Scheduler
-from jpaged.swap import PreemptionCosts, SwapSpace
+from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.prefill_clock import PrefillClock
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.scheduled_batch import ScheduledBatch
+from jpaged.scheduling.scheduler import Scheduler
+from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
 
 STOP_TOKEN = 7
 

@@ -4,15 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.block_pool import BlockPool
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.outputs import FinishReason
-from jpaged.prefill_clock import PrefillClock, StepTrace
-from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler
-from jpaged.swap import PreemptionCosts, SwapSpace
+from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.prefill_clock import PrefillClock, StepTrace
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.scheduler import Scheduler
+from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
 from tests.random_llama import save_random_llama
 
 

@@ -13,10 +13,10 @@ from jpaged.errors import EngineDeadError, RequestError
 from jpaged.inputs import InputProcessor, Prompt, TokensPrompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, RequestOutput, TokenLogprobs
-from jpaged.request import Request
-from jpaged.request_group import RequestGroup
 from jpaged.sampling_params import SamplingParams
-from jpaged.tokenizer import Tokenizer
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.request_group import RequestGroup
+from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import EOS, byte_tokenizer, save_tokenizer
 
 MODEL_NAME = "scripted"

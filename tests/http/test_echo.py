@@ -15,8 +15,8 @@ from tokenizers import normalizers
 from jpaged.outputs import TokenLogprobs
 from jpaged.server.deltas import GivenPrompt
 from jpaged.server.echo import Echo
-from jpaged.server.token_text import token_text
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.token_text import token_text
+from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import (
     BOS,
     byte_level_tokenizer,

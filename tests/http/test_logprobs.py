@@ -12,8 +12,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer as PlainTokenizer
 
-from jpaged.server.token_text import TextOffsets, token_text
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.token_text import TextOffsets, token_text
+from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import (
     byte_level_tokenizer,
     byte_tokenizer,

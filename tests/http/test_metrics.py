@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.metrics import Metrics, buckets_1_2_5
 from jpaged.outputs import FinishReason
-from jpaged.request import Request
 from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling.request import Request
 from tests.http.conftest import RunningServer
 from tests.http.test_disconnect import long_body, send, wait_until
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jpaged.config import DEMO_MODEL
-from jpaged.model_files import ModelFiles, resolve_model
+from jpaged.startup.model_files import ModelFiles, resolve_model
 
 
 @pytest.fixture(scope="session")

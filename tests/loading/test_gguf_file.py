@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jpaged.errors import CheckpointError
-from jpaged.model_files import ModelFiles
-from jpaged.models.gguf_file import GgufFile
+from jpaged.models.formats.gguf_file import GgufFile
+from jpaged.startup.model_files import ModelFiles
 from tests.loading.llama_gguf import finish
 
 

@@ -12,9 +12,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jpaged.errors import CheckpointError, UnsupportedModelError
 from jpaged.models.config import ModelConfig
-from jpaged.models.gguf_config import gguf_model_config
-from jpaged.models.gguf_file import GgufFile
-from jpaged.models.gguf_source import QUANTISED_TYPES, GgufSource
+from jpaged.models.formats.gguf_config import gguf_model_config
+from jpaged.models.formats.gguf_file import GgufFile
+from jpaged.models.formats.gguf_source import QUANTISED_TYPES, GgufSource
 from jpaged.models.rope import inverse_frequencies
 from tests.loading.llama_gguf import finish, write_llama_gguf
 

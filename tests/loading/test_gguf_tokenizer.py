@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from jpaged.errors import CheckpointError, JpagedError, UnsupportedModelError
-from jpaged.model_files import ModelFiles
-from jpaged.models.gguf_file import GgufFile
-from jpaged.tokenizer import Tokenizer
+from jpaged.models.formats.gguf_file import GgufFile
+from jpaged.startup.model_files import ModelFiles
+from jpaged.text.tokenizer import Tokenizer
 from tests.loading.llama_gguf import finish
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jpaged import demo_model
-from jpaged.cache_folder import user_cache_folder
 from jpaged.config import DEMO_MODEL
 from jpaged.errors import CheckpointError
-from jpaged.model_files import (
+from jpaged.startup import demo_model
+from jpaged.startup.cache_folder import user_cache_folder
+from jpaged.startup.model_files import (
     ModelFiles,
     load_model_config,
     load_tokenizer,

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
-from jpaged.models.safetensors_source import INDEX_FILE, SafetensorsSource
+from jpaged.models.formats.safetensors_source import INDEX_FILE, SafetensorsSource
 
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 

@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jpaged.errors import CheckpointError, RequestError
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import BOS, EOS, TAG, byte_level_tokenizer
 
 LLAMA3_LIKE = (
@@ -214,7 +214,7 @@ def test_import_is_silent_without_torch() -> None:
         "importlib.util.find_spec = lambda name, *rest:"
         " None if name.split('.')[0] == 'torch' else find(name, *rest);"
     )
-    command = [sys.executable, "-c", hide_torch + "import jpaged.tokenizer"]
+    command = [sys.executable, "-c", hide_torch + "import jpaged.text.tokenizer"]
     loud = [sys.executable, "-c", hide_torch + "import transformers"]
     root = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from jpaged.errors import CheckpointError
-from jpaged.models.safetensors_source import SafetensorsSource
+from jpaged.models.formats.safetensors_source import SafetensorsSource
 from jpaged.models.weights import WeightSpec, load_weights
 
 TABLE = [

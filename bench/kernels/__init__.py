@@ -1,0 +1,1 @@
+"""`jpaged bench kernels`: checks and times paged attention."""

@@ -1,0 +1,1 @@
+"""Computes steps: owns the device's state and the compiled programs."""

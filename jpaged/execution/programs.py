@@ -1,0 +1,255 @@
+"""The compiled programs of an engine.
+
+Forward programs are keyed by their number of tokens (mixed batches) or rows (decodes only),
+sampling programs by rows only, so that counts add up instead of multiplying. All are lowered from
+abstract shapes and compiled ahead of time; `Compiled` objects refuse any other shape instead of
+compiling again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Compiled, Lowered
+
+from jpaged.execution.buckets import row_buckets, smallest_bucket, token_buckets
+from jpaged.execution.kv_cache import KVCacheSpec
+from jpaged.execution.sampler import sample
+from jpaged.execution.step_inputs import (
+    NUM_SAMPLING_FLOATS,
+    NUM_SAMPLING_INTS,
+    ForwardShape,
+    unpack_forward,
+    unpack_sampling,
+)
+from jpaged.models.loading import Model
+from pallas_kernels.paged_attention import PagedAttention, kv_slots
+
+NUM_COMPILE_THREADS = 2
+SMALLEST_COPY_BUCKET = 4
+SWAP_CHUNKS = (16, 4, 1)  # blocks that move at once to or from host memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSpec:
+    """Everything that decides what is compiled.
+
+    num_slots: most requests that run at once. num_table_blocks: blocks of the longest sequence.
+    num_swap_blocks: blocks that host memory takes of preempted requests.
+    """
+
+    model: Model
+    attention: PagedAttention
+    kv_cache: KVCacheSpec
+    num_slots: int
+    max_num_tokens: int
+    num_table_blocks: int
+    seed: int
+    num_swap_blocks: int = 0
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        return row_buckets(self.num_slots)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return token_buckets(self.max_num_tokens)
+
+    def forward_shape(self, num_tokens: int, *, decode_only: bool) -> ForwardShape:
+        """Shape of the smallest forward program that holds so many tokens."""
+        buckets = self.row_buckets if decode_only else self.token_buckets
+        num_tokens = smallest_bucket(buckets, num_tokens)
+        return ForwardShape(
+            num_tokens=num_tokens,
+            num_rows=num_tokens if decode_only else self.num_slots,
+            num_table_blocks=self.num_table_blocks,
+            num_outputs=self.num_slots,
+            decode_only=decode_only,
+        )
+
+    @property
+    def copy_buckets(self) -> tuple[int, ...]:
+        """A step copies at most one block a row."""
+        return tuple(sorted({min(SMALLEST_COPY_BUCKET, self.num_slots), self.num_slots}))
+
+    @property
+    def swap_chunks(self) -> tuple[int, ...]:
+        return SWAP_CHUNKS if self.num_swap_blocks else ()
+
+    @property
+    def num_programs(self) -> int:
+        num_steps = len(self.forward_shapes()) + len(self.row_buckets)
+        return num_steps + len(self.copy_buckets) + 2 * len(self.swap_chunks)
+
+    def forward_shapes(self) -> list[ForwardShape]:
+        """Of all forward programs, the largest first."""
+        mixed = [self.forward_shape(size, decode_only=False) for size in self.token_buckets]
+        decode = [self.forward_shape(size, decode_only=True) for size in self.row_buckets]
+        return [*reversed(mixed), *reversed(decode)]
+
+
+def forward_program(spec: ProgramSpec, shape: ForwardShape) -> Callable[..., Any]:
+    """(params, pools, last_token, packed) -> (hidden states of the output tokens, pools)"""
+    block_size = spec.kv_cache.block_size
+
+    def forward(params, pools, last_token, packed):
+        inputs = unpack_forward(packed, last_token, shape)
+        metadata = inputs.attention
+        slots = kv_slots(
+            metadata.block_tables, inputs.rows, inputs.positions, block_size=block_size
+        )
+        plan = spec.attention.plan(
+            metadata,
+            num_tokens=shape.num_tokens,
+            block_size=block_size,
+            decode_only=shape.decode_only,
+        )
+        hidden, pools = spec.model.merge(params)(
+            inputs.token_ids, inputs.positions, slots, pools, plan, attention=spec.attention
+        )
+        return hidden[inputs.output_tokens], pools
+
+    return forward
+
+
+def lower_forward(spec: ProgramSpec, shape: ForwardShape) -> Lowered:
+    return jax.jit(forward_program(spec, shape), donate_argnames="pools").lower(
+        _abstract(spec.model.params),
+        spec.kv_cache.abstract(),
+        _int32(spec.num_slots),
+        _int32(shape.packed_size),
+    )
+
+
+def lower_sample(spec: ProgramSpec, num_rows: int) -> Lowered:
+    """(params, hidden, last_token, ints, floats) -> (`Samples`, last_token)"""
+
+    def sample_rows(params, hidden, last_token, ints, floats):
+        inputs = unpack_sampling(ints, floats)
+        logits = spec.model.merge(params).logits(hidden[:num_rows])
+        samples = sample(logits, inputs, jax.random.key(spec.seed))
+        return samples, last_token.at[inputs.slots].set(samples.tokens, mode="drop")
+
+    hidden = (spec.num_slots, spec.model.config.hidden_size)
+    return jax.jit(sample_rows, donate_argnames="last_token").lower(
+        _abstract(spec.model.params),
+        jax.ShapeDtypeStruct(hidden, spec.model.dtype),
+        _int32(spec.num_slots),
+        _int32(NUM_SAMPLING_INTS, num_rows),
+        jax.ShapeDtypeStruct((NUM_SAMPLING_FLOATS, num_rows), jnp.float32),
+    )
+
+
+def lower_copy(spec: ProgramSpec, num_blocks: int) -> Lowered:
+    """(pools, [from, to]) -> pools; every copy takes what was there before any of them."""
+
+    def copy(pools, blocks):
+        return tuple(spec.attention.copy_blocks(pool, *blocks) for pool in pools)
+
+    return jax.jit(copy, donate_argnames="pools").lower(
+        spec.kv_cache.abstract(), _int32(2, num_blocks)
+    )
+
+
+def lower_swap_out(spec: ProgramSpec, num_blocks: int) -> Lowered:
+    """(pools, blocks) -> their content, layers first, in one array that moves as one"""
+
+    def swap_out(pools, blocks):
+        return jnp.stack([spec.attention.gather_blocks(pool, blocks) for pool in pools])
+
+    return jax.jit(swap_out).lower(spec.kv_cache.abstract(), _int32(num_blocks))
+
+
+def lower_swap_in(spec: ProgramSpec, num_blocks: int) -> Lowered:
+    """(pools, blocks, content of so many) -> pools"""
+
+    def swap_in(pools, blocks, content):
+        return tuple(
+            spec.attention.scatter_blocks(pool, blocks, values)
+            for pool, values in zip(pools, content, strict=True)
+        )
+
+    pools = spec.kv_cache.abstract()
+    content = jax.ShapeDtypeStruct(
+        (len(pools), num_blocks, *spec.kv_cache.layer_shape[1:]), spec.kv_cache.dtype
+    )
+    return jax.jit(swap_in, donate_argnames="pools").lower(pools, _int32(num_blocks), content)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """forward: by shape. sample: by number of rows. The others: by number of blocks."""
+
+    forward: dict[ForwardShape, Compiled]
+    sample: dict[int, Compiled]
+    copy: dict[int, Compiled]
+    swap_out: dict[int, Compiled]
+    swap_in: dict[int, Compiled]
+
+
+def largest_programs(spec: ProgramSpec) -> list[Lowered]:
+    """Those that need most temporary memory."""
+    return [lower_forward(spec, spec.forward_shapes()[0]), lower_sample(spec, spec.num_slots)]
+
+
+def temporary_bytes(compiled: Compiled) -> int:
+    analysis = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis is not None else 0
+
+
+def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Programs:
+    """Compile everything. `advance(1)` is called after each program."""
+
+    def compile_one(lower: Callable[[], Lowered]) -> Compiled:
+        started = time.monotonic()
+        lowered = lower()
+        lowered_at = time.monotonic()
+        compiled = lowered.compile()
+        logger.debug(
+            "lowered in %.2f s, compiled in %.2f s",
+            lowered_at - started,
+            time.monotonic() - lowered_at,
+        )
+        advance(1)
+        return compiled
+
+    with ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="compile") as threads:
+
+        def start(lower: Callable[[ProgramSpec, Any], Lowered], keys: Iterable[Any]) -> _Started:
+            return {key: threads.submit(compile_one, partial(lower, spec, key)) for key in keys}
+
+        forward = start(lower_forward, spec.forward_shapes())
+        sampling = start(lower_sample, spec.row_buckets)
+        copying = start(lower_copy, spec.copy_buckets)
+        swap_out = start(lower_swap_out, spec.swap_chunks)
+        swap_in = start(lower_swap_in, spec.swap_chunks)
+        return Programs(
+            forward=_results(forward),
+            sample=_results(sampling),
+            copy=_results(copying),
+            swap_out=_results(swap_out),
+            swap_in=_results(swap_in),
+        )
+
+
+_Started = dict[Any, Future[Compiled]]
+
+
+def _results(futures: _Started) -> dict[Any, Compiled]:
+    return {key: future.result() for key, future in futures.items()}
+
+
+def _abstract(arrays: Iterable[jax.Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

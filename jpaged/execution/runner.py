@@ -1,0 +1,169 @@
+"""Executes scheduled batches: owns the parameters, the KV pools and the compiled programs.
+
+The host runs one step ahead of the device. Sampled tokens stay on the device in `last_token`, one
+entry a request slot, where the next step reads them; the host reads them when it needs them.
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.execution.block_mover import BlockMover
+from jpaged.execution.buckets import smallest_bucket
+from jpaged.execution.packing import pack_forward, pack_sampling
+from jpaged.execution.programs import Programs, ProgramSpec
+from jpaged.execution.sampler import Samples
+from jpaged.execution.step_inputs import ForwardShape
+from jpaged.outputs import TokenLogprobs
+from jpaged.scheduling.block_pool import SINK_BLOCK
+from jpaged.scheduling.prefill_clock import StepTrace
+from jpaged.scheduling.request import Request
+from jpaged.scheduling.scheduled_batch import ScheduledBatch
+
+Scored = tuple[Request, range]  # and the positions in its prompt
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """The host's part of a step. copies: None without any, which is no program's input then."""
+
+    requests: list[Request]
+    scored: list[Scored]
+    num_tokens: int
+    has_prefill: bool
+    shape: ForwardShape
+    forward: np.ndarray
+    sampling_ints: np.ndarray
+    sampling_floats: np.ndarray
+    copies: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step on its way. samples: those of `requests`, in order, then the prompt tokens of
+    `scored`, then padding; None if nobody wants logits."""
+
+    requests: list[Request]
+    scored: list[Scored]
+    trace: StepTrace
+    samples: Samples | None
+
+    def read_tokens(self) -> list[int]:
+        """Wait for the step and return the token of every sampled request."""
+        if self.samples is None:
+            return []
+        return np.asarray(self.samples.tokens)[: len(self.requests)].tolist()
+
+    def read_logprobs(self) -> list[TokenLogprobs | None]:
+        """Of every sampled request that wants them, then of the scored prompt tokens."""
+        wanted = [request.num_reported_logprobs for request in self.requests]
+        wanted += [
+            request.num_prompt_logprobs for request, positions in self.scored for _ in positions
+        ]
+        if self.samples is None or not any(number is not None for number in wanted):
+            return [None] * len(wanted)
+        logprobs, top_ids, top_logprobs = (
+            np.asarray(values).tolist()
+            for values in (self.samples.logprobs, self.samples.top_ids, self.samples.top_logprobs)
+        )
+        return [
+            None
+            if number is None
+            else TokenLogprobs(
+                logprob=logprobs[row],
+                top=tuple(zip(top_ids[row][:number], top_logprobs[row][:number], strict=True)),
+            )
+            for row, number in enumerate(wanted)
+        ]
+
+
+class Runner:
+    """Not thread-safe; steps are executed by the device in the order of their launch."""
+
+    def __init__(self, spec: ProgramSpec, programs: Programs) -> None:
+        self.spec = spec
+        self._programs = programs
+        self.block_mover = BlockMover(programs, num_pool_blocks=spec.kv_cache.layer_shape[0])
+        self._params = spec.model.params
+        self._pools = spec.kv_cache.allocate()
+        self._last_token = jnp.zeros(spec.num_slots, jnp.int32)
+        self._block_tables = np.zeros((spec.num_slots, spec.num_table_blocks), np.int32)
+        # What each row of `_block_tables` shows: a request's list, and how much of it.
+        self._shown: list[tuple[list[int], int]] = [([], 0)] * spec.num_slots
+
+    def pack(self, batch: ScheduledBatch) -> PackedStep:
+        """Make the arrays that a step takes from the host."""
+        self._update_block_tables(batch)
+        shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
+        requests = [request for request, _ in batch.sampled]
+        num_rows = smallest_bucket(self.spec.row_buckets, max(batch.num_outputs, 1))
+        ints, floats = pack_sampling(batch, num_rows, padding_slot=self.spec.num_slots)
+        return PackedStep(
+            requests=requests,
+            scored=[(row.request, row.scored) for row in batch.scored_rows],
+            num_tokens=batch.num_tokens,
+            has_prefill=bool(batch.prefills),
+            shape=shape,
+            forward=pack_forward(batch, shape, self._block_tables),
+            sampling_ints=ints,
+            sampling_floats=floats,
+            copies=self._pack_copies(batch.copies) if batch.copies else None,
+        )
+
+    def launch(self, step: PackedStep) -> LaunchedStep:
+        """Start a step and return at once."""
+        trace = StepTrace(step.num_tokens, step.has_prefill, time.perf_counter())
+        if step.copies is not None:
+            copy = self._programs.copy[step.copies.shape[1]]
+            self._pools = copy(self._pools, step.copies)
+        hidden, self._pools = self._programs.forward[step.shape](
+            self._params, self._pools, self._last_token, step.forward
+        )
+        if not step.requests and not step.scored:
+            return LaunchedStep([], [], trace, None)
+        samples, self._last_token = self._programs.sample[step.sampling_ints.shape[1]](
+            self._params, hidden, self._last_token, step.sampling_ints, step.sampling_floats
+        )
+        wants_logprobs = bool(step.scored) or any(
+            request.num_reported_logprobs is not None for request in step.requests
+        )
+        for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
+            values.copy_to_host_async()
+        return LaunchedStep(step.requests, step.scored, trace, samples)
+
+    def move_blocks(self, batch: ScheduledBatch) -> None:
+        """Start what the batch swaps. Comes before `launch`, whose step writes the blocks that
+        went, and reads those that came."""
+        for out in batch.swap_outs:
+            out.swapped.data = self.block_mover.fetch(self._pools, out.blocks)
+        for back in batch.swap_ins:
+            self._pools = self.block_mover.put_back(self._pools, back.swapped.data, back.targets)
+
+    def time_swap(self) -> float:
+        """Seconds that one block takes to host memory and back."""
+        seconds, self._pools = self.block_mover.time_round_trip(self._pools)
+        return seconds
+
+    def _pack_copies(self, copies: list[tuple[int, int]]) -> np.ndarray:
+        packed = np.full(
+            (2, smallest_bucket(self.spec.copy_buckets, len(copies))), SINK_BLOCK, np.int32
+        )
+        packed[1] = self.spec.kv_cache.layer_shape[0]  # past the end: no copy
+        packed[:, : len(copies)] = np.transpose(copies)
+        return packed
+
+    def _update_block_tables(self, batch: ScheduledBatch) -> None:
+        """Copy what is new of each request's table into the row of its slot.
+
+        A request that starts, or starts over, has a new list; a list only grows.
+        """
+        for row in batch.rows:
+            slot, block_ids = row.request.running_slot, row.request.block_ids
+            shown, num_shown = self._shown[slot]
+            known = num_shown if shown is block_ids else 0
+            if known != len(block_ids):
+                self._block_tables[slot, known : len(block_ids)] = block_ids[known:]
+                self._shown[slot] = (block_ids, len(block_ids))

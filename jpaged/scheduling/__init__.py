@@ -1,0 +1,1 @@
+"""Decides what runs in a step, and which blocks hold what. Imports no JAX."""

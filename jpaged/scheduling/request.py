@@ -1,0 +1,277 @@
+"""The state of one request inside the engine. Host side only: imports no JAX."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from jpaged.sampling_params import MAX_REPORTED_TOKENS, SamplingParams
+from jpaged.text.detokenizer import Detokenizer
+
+
+class RequestStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What an answer consists of so far. stop_string: the one that the last token completed."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    cumulative_logprob: float
+    detokenizer: Detokenizer | None
+    stop_string: str | None
+
+
+@dataclass(eq=False)
+class SwappedBlocks:
+    """Blocks that were moved to host memory when requests were preempted together.
+
+    tables: of each request that is to come back, its block table as positions among these blocks.
+    data: the runner's, who keeps the content here; it goes when nobody refers to it any more.
+    """
+
+    num_blocks: int
+    tables: "dict[Request, list[int]]"
+    data: Any = None
+
+
+class Request:
+    """Tokens, progress and blocks of one answer to a request.
+
+    siblings: all answers to the same request, this one included; index: its place among them.
+    is_beam: the siblings are beams of one search: none goes on before all have their logits.
+    num_reported_logprobs: most likely tokens to read with each sampled one; None reads nothing.
+    num_prompt_logprobs: the same with each token of the prompt; only the first answer asks.
+    prompt_logprobs: of the prompt's first tokens, as far as they are known; None for the first.
+    num_scored_tokens: the same, those included that are on their way.
+    token_ids: prompt, then every generated token the host has read.
+    num_computed_tokens: tokens whose K/V are written by steps launched so far; the one truth
+        about progress.
+    num_in_flight_tokens: tokens sampled by launched steps and not read by the host yet. Their
+        ids are on the device; `num_tokens` counts them.
+    num_cached_tokens: prompt tokens that the prefix cache had when the request first ran.
+    cache_keys: what K/V depend on besides the tokens before, by tag; see `prefix_cache`.
+    block_digests: names of the request's full blocks, as far as they were needed.
+    num_registered_blocks: blocks whose content was made known to the prefix cache.
+    block_ids: block table; slot t of the request is in block_ids[t // block_size].
+    slot: row of the device's per-request arrays while running.
+    swapped: where its blocks are while it waits, if they were moved to host memory.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        detokenizer: Detokenizer | None = None,
+        cache_keys: Mapping[str, str] | None = None,
+        index: int = 0,
+        is_beam: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.siblings: Sequence[Request] = (self,)
+        self.is_beam = is_beam
+        self.num_reported_logprobs = (
+            MAX_REPORTED_TOKENS if is_beam else params.num_reported_logprobs
+        )
+        self.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.num_scored_tokens = 1
+        self.params = params
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.detokenizer = detokenizer
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.cache_keys = cache_keys or {}
+        self.block_digests: list[bytes] = []
+        self.num_registered_blocks = 0
+        self.block_ids: list[int] = []
+        self.slot: int | None = None
+        self.swapped: SwappedBlocks | None = None
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.arrival_time = time.monotonic()
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.finished_time: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer, those included that only the device knows yet."""
+        return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def running_slot(self) -> int:
+        assert self.slot is not None, f"request {self.request_id} does not run"
+        return self.slot
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it runs and part of its prompt is not computed yet."""
+        is_running = self.status is RequestStatus.RUNNING
+        return is_running and self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it waits, to be computed from its beginning, and nothing was sampled yet."""
+        is_waiting = self.status is RequestStatus.WAITING and self.swapped is None
+        return is_waiting and self.num_tokens == self.num_prompt_tokens
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted that no launched step reports."""
+        return (
+            self.num_prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens
+        )
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of its prompt, if wanted, are all known."""
+        return (
+            self.num_prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens
+        )
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Known or sampled tokens whose logits are still of use. The last token of a prompt that
+        is only scored is not."""
+        if self.max_tokens == 0:
+            return max(0, self.num_prompt_tokens - 1 - self.num_computed_tokens)
+        return 0 if self.has_all_tokens_in_flight else self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def has_all_tokens_in_flight(self) -> bool:
+        """True once the steps launched so far sample the last token that is allowed."""
+        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
+
+    def scores_of(self, start: int, num_tokens: int) -> range:
+        """Positions of the prompt tokens whose log-probabilities are wanted and come with the
+        logits of tokens [start, start + num_tokens)."""
+        if not self.needs_scores:
+            return range(0)
+        last = min(start + num_tokens, self.num_prompt_tokens - 1)
+        return range(max(start + 1, self.num_scored_tokens), last + 1)
+
+    def num_tokens_with_logits(self, num_tokens: int, num_logits: int) -> int:
+        """As many of its next `num_tokens` tokens as a step can compute that makes the logits of
+        at most `num_logits` of them."""
+        start = self.num_computed_tokens
+        if self.needs_scores:
+            first = self.scores_of(start, num_tokens).start
+            num_tokens = min(num_tokens, first - start + num_logits - 1)
+        is_sampled = start + num_tokens == self.num_tokens
+        is_too_much = len(self.scores_of(start, num_tokens)) + is_sampled > num_logits
+        return num_tokens - 1 if is_sampled and is_too_much else num_tokens
+
+    def append_scores(self, first: int, scores: Sequence[TokenLogprobs | None]) -> None:
+        """Take log-probabilities of the prompt from position `first` on; known ones stay."""
+        known = len(self.prompt_logprobs)
+        assert first <= known, f"{first=} {known=}"
+        self.prompt_logprobs += scores[known - first :]
+        self.num_scored_tokens = max(self.num_scored_tokens, len(self.prompt_logprobs))
+
+    def append_token(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Take a token that the device sampled, and finish when it ends the answer."""
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs.logprob
+        self.num_in_flight_tokens -= 1
+        self.token_ids.append(token_id)
+        self._note_token_time()
+        is_stop_token = token_id in self.stop_token_ids
+        stop_string = None
+        if self.detokenizer is not None:
+            stop_string = self.detokenizer.append(token_id, is_stop_token=is_stop_token)
+        if stop_string is not None:
+            self.finish(FinishReason.STOP, stop_string)
+        elif is_stop_token:
+            is_listed = token_id in (self.params.stop_token_ids or ())
+            self.finish(FinishReason.STOP, token_id if is_listed else None)
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def fork(self, *, index: int, seed: int) -> "Request":
+        """Another answer that goes on from the tokens that are known now, with its own noise."""
+        child = Request(
+            self.request_id,
+            self.token_ids,
+            self.params,
+            max_tokens=self.max_tokens,
+            seed=seed,
+            stop_token_ids=self.stop_token_ids,
+            detokenizer=None if self.detokenizer is None else self.detokenizer.fork(),
+            cache_keys=self.cache_keys,
+            index=index,
+        )
+        child.siblings = self.siblings
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.num_cached_tokens = self.num_cached_tokens
+        child.logprobs = list(self.logprobs)
+        child.cumulative_logprob = self.cumulative_logprob
+        child.block_digests = list(self.block_digests)
+        return child
+
+    def continue_as(self, progress: Progress) -> None:
+        """Become another beam's sequence, one token longer."""
+        self.num_in_flight_tokens = 0
+        self.token_ids = progress.token_ids
+        self.logprobs = progress.logprobs
+        self.cumulative_logprob = progress.cumulative_logprob
+        self.detokenizer = progress.detokenizer
+        self._note_token_time()
+
+    def _note_token_time(self) -> None:
+        self.last_token_time = time.monotonic()
+        if self.first_token_time is None:
+            self.first_token_time = self.last_token_time
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        assert not self.is_finished, f"request {self.request_id} finished twice"
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.finished_time = time.monotonic()
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+
+    def completion(self) -> CompletionOutput:
+        """A snapshot that later steps do not change."""
+        wants_logprobs = self.num_reported_logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text="" if self.detokenizer is None else self.detokenizer.visible_text,
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+        )

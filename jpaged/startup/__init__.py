@@ -1,0 +1,1 @@
+"""From options to an engine that is ready."""

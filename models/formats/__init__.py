@@ -1,0 +1,1 @@
+"""Reads model files: safetensors and GGUF."""
