@@ -78,9 +78,9 @@ class Engine:
         """
         group = self.inputs.request(request_id, prompt, params)
         self.scheduler.check_fits(group.num_prompt_tokens)
-        if isinstance(group, BeamGroup) and len(group.beams) > self.max_num_seqs:
+        if group.policy.waits_for_siblings and len(group.requests) > self.max_num_seqs:
             raise RequestError(
-                f"beam_width {len(group.beams)} is more than max_num_seqs, {self.max_num_seqs}: "
+                f"beam_width {len(group.requests)} is more than max_num_seqs, {self.max_num_seqs}: "
                 "beams run together. Choose a smaller beam_width or start with more max_num_seqs.",
                 param="beam_width",
             )
@@ -98,18 +98,17 @@ class Engine:
         Both share the blocks that are full; the tail is copied by whoever writes first. Without a
         seed one is drawn. Raises `RequestError` if that answer cannot be continued.
         """
-        is_one_of_many = len(group.requests) > group.num_answers
-        if isinstance(group, BeamGroup) or is_one_of_many or not 0 <= index < len(group.requests):
+        if not group.policy.is_forkable or not 0 <= index < len(group.requests):
             raise RequestError(
                 f"index {index} names no answer that can be forked: answers are 0 to "
-                f"{group.num_answers - 1}, and those of beam search and best_of are not settled "
-                "before the end",
+                f"{group.num_answers - 1}, those of beam search and best_of are not settled "
+                "before the end, and max_tokens 0 has none",
                 param="index",
             )
         parent = group.requests[index]
-        if parent.is_finished or parent.max_tokens == 0:
+        if parent.is_finished:
             raise RequestError(
-                f"answer {index} is finished or only scores its prompt: nothing goes on from there",
+                f"answer {index} is finished: nothing goes on from there",
                 param="index",
             )
         child = group.fork(parent, secrets.randbits(63) if seed is None else seed)
@@ -211,7 +210,7 @@ class Engine:
                 continue
             request.append_scores(positions.start, own)
             self.scheduler.tables.keep_scores(request, positions)
-            if request.max_tokens == 0 and request.is_scored:
+            if not request.policy.generates and request.is_scored:
                 request.finish(FinishReason.LENGTH)
                 self.scheduler.retire(request)
                 finished.append(request)
@@ -269,7 +268,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         del self._groups[request]
-        if request.params.max_tokens == 0 and request.is_scored:
+        if not request.policy.generates and request.is_scored:
             self.metrics.record_prompt(request)
         self.metrics.record_finished(request)
 

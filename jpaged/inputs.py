@@ -9,6 +9,7 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.errors import PromptTooLongError, RequestError
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.beam_group import BeamGroup
+from jpaged.scheduling.group_policy import policy_of
 from jpaged.scheduling.request import Request
 from jpaged.scheduling.request_group import RequestGroup
 from jpaged.text.detokenizer import Detokenizer
@@ -55,6 +56,7 @@ class InputProcessor:
         cache_keys = _cache_keys(prompt)
         is_beam = isinstance(params, BeamSearchParams)
         each = params.sampling_params if is_beam else params
+        policy = policy_of(params)
         stop_token_ids = self._stop_token_ids(each)
         max_tokens = self._max_tokens(len(token_ids), each.max_tokens)
         seed = secrets.randbits(63) if each.seed is None else each.seed
@@ -69,7 +71,7 @@ class InputProcessor:
                 detokenizer=self._detokenizer(token_ids, each),
                 cache_keys=cache_keys,
                 index=index,
-                is_beam=is_beam,
+                policy=policy,
             )
             for index in range(params.num_sequences)
         ]

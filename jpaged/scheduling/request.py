@@ -7,7 +7,8 @@ from enum import Enum, auto
 from typing import Any
 
 from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
-from jpaged.sampling_params import MAX_REPORTED_TOKENS, SamplingParams
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling.group_policy import SAMPLING, GroupPolicy
 from jpaged.text.detokenizer import Detokenizer
 
 
@@ -45,7 +46,7 @@ class Request:
     """Tokens, progress and blocks of one answer to a request.
 
     siblings: all answers to the same request, this one included; index: its place among them.
-    is_beam: the siblings are beams of one search: none goes on before all have their logits.
+    policy: how this request and its siblings are computed.
     num_reported_logprobs: most likely tokens to read with each sampled one; None reads nothing.
     num_prompt_logprobs: the same with each token of the prompt; only the first answer asks.
     prompt_logprobs: of the prompt's first tokens, as far as they are known; None for the first.
@@ -76,14 +77,16 @@ class Request:
         detokenizer: Detokenizer | None = None,
         cache_keys: Mapping[str, str] | None = None,
         index: int = 0,
-        is_beam: bool = False,
+        policy: GroupPolicy = SAMPLING,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self.siblings: Sequence[Request] = (self,)
-        self.is_beam = is_beam
+        self.policy = policy
         self.num_reported_logprobs = (
-            MAX_REPORTED_TOKENS if is_beam else params.num_reported_logprobs
+            params.num_reported_logprobs
+            if policy.num_reported_logprobs is None
+            else policy.num_reported_logprobs
         )
         self.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -156,7 +159,7 @@ class Request:
     def num_tokens_to_compute(self) -> int:
         """Known or sampled tokens whose logits are still of use. The last token of a prompt that
         is only scored is not."""
-        if self.max_tokens == 0:
+        if not self.policy.generates:
             return max(0, self.num_prompt_tokens - 1 - self.num_computed_tokens)
         return 0 if self.has_all_tokens_in_flight else self.num_tokens - self.num_computed_tokens
 
@@ -231,6 +234,7 @@ class Request:
             detokenizer=None if self.detokenizer is None else self.detokenizer.fork(),
             cache_keys=self.cache_keys,
             index=index,
+            policy=self.policy,
         )
         child.siblings = self.siblings
         child.num_prompt_tokens = self.num_prompt_tokens

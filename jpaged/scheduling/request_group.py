@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jpaged.outputs import CompletionOutput, RequestOutput, RequestTiming
 from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling.group_policy import GroupPolicy
 from jpaged.scheduling.request import Request
 
 
@@ -21,6 +22,10 @@ class RequestGroup:
         self.requests = requests
         for request in requests:
             request.siblings = requests
+
+    @property
+    def policy(self) -> GroupPolicy:
+        return self.requests[0].policy
 
     @property
     def num_prompt_tokens(self) -> int:

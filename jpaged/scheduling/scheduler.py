@@ -164,7 +164,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.swapped is not None:
                 break
-            if request.max_tokens == 0 and request.num_tokens_to_compute == 0:
+            if not request.policy.generates and not request.num_tokens_to_compute:
                 self._end_without_work(request, batch)
                 continue
             if any(sibling.is_prefilling for sibling in request.siblings):
@@ -175,7 +175,7 @@ class Scheduler:
             needed = self.tables.num_new_blocks(request, match)
             num_free = self.tables.num_free_besides(match)
             headroom = len(self.running)
-            if request.is_beam and self._is_alone(request):
+            if request.policy.waits_for_siblings and self._is_alone(request):
                 headroom = 0  # the others wait for this one
                 if needed > num_free:
                     self._end_without_room(request, batch)
@@ -247,7 +247,7 @@ class Scheduler:
 
     def _is_awaited(self, request: Request) -> bool:
         """Whether all who run are beams that wait for this one."""
-        return request.is_beam and bool(self.running) and self._is_alone(request)
+        return request.policy.waits_for_siblings and bool(self.running) and self._is_alone(request)
 
     def _runnable(self, *, decoding: bool) -> Iterator[Request]:
         """Running requests that have tokens to compute: one (decoding) or several.
@@ -258,8 +258,8 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
                 continue
-            if request.is_beam and request.num_in_flight_tokens:
-                continue  # waits until all beams of the search have reported
+            if request.policy.waits_for_siblings and request.num_in_flight_tokens:
+                continue
             remaining = request.num_tokens_to_compute
             is_single = remaining == 1 and request.num_computed_tokens > 0
             is_decoding = is_single and not request.needs_scores
@@ -288,7 +288,9 @@ class Scheduler:
         later, as other requests do.
         """
         for sibling in row.request.siblings:
-            has_room = sibling.is_beam or self.block_pool.num_free > len(self.running)
+            has_room = sibling.policy.waits_for_siblings or self.block_pool.num_free > len(
+                self.running
+            )
             has_logits = batch.num_outputs < self.max_num_seqs
             if not self._free_slots or not has_room or not has_logits:
                 break
@@ -304,7 +306,7 @@ class Scheduler:
         """Give the request a slot of its own for one more token. Later arrivals are preempted if
         need be."""
         while self.tables.num_blocks_to_grow(request) > self.block_pool.num_free:
-            if self._is_alone(request) and (request.is_beam or len(self.running) == 1):
+            if self._is_alone(request) and (request.policy.ends_together or len(self.running) == 1):
                 self._end_without_room(request, batch)
                 return False
             self._make_room(batch)
@@ -331,7 +333,7 @@ class Scheduler:
         """Move what the victims have computed to host memory, if that is the cheaper way."""
         assert not batch.swap_ins, "whoever comes back has room for all"
         for victim in victims:
-            if victim.is_beam:  # it reports again, which takes its last token
+            if victim.policy.report_is_repeatable:
                 computed = min(victim.num_computed_tokens, len(victim.token_ids) - 1)
                 victim.num_computed_tokens = computed
         tables = {victim: self.tables.written(victim, batch.copies) for victim in victims}
@@ -366,7 +368,7 @@ class Scheduler:
 
         Beams end together, as they only go on together; they have no tokens on their way.
         """
-        if request.is_beam:
+        if request.policy.ends_together:
             for sibling in [each for each in request.siblings if not each.is_finished]:
                 self._unschedule(sibling, batch)
                 sibling.num_in_flight_tokens = 0
