@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 SINK_BLOCK = 0  # rows that only pad a batch write their K/V here; nobody reads it
 NO_WINDOW = 1 << 30
+MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
 
 
 @jax.tree_util.register_dataclass

@@ -8,6 +8,7 @@ be taken up to there anyway.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.paged_attention.block_moves import BlockMoves
 from pallas_kernels.paged_attention.interleaved_pool import DEFAULT_BLOCK_SIZE, to_storage
 
 LANES = 128
@@ -22,7 +23,7 @@ def padded_width(head_dim: int) -> int:
     return LANES // 2 if head_dim <= LANES // 2 else -(-head_dim // LANES) * LANES
 
 
-class HeadMajorPool:
+class HeadMajorPool(BlockMoves):
     """The methods of `PagedAttention` that move K/V. A block is moved by one DMA, which takes some
     50 ns of a chip's scalar unit, however small it is; in that time v6e reads 80 KiB."""
 
@@ -59,27 +60,6 @@ class HeadMajorPool:
         indices = (blocks * num_kv_heads + heads) * block_size + offsets
         rows = rows.at[indices].set(pairs, mode="drop")
         return rows.reshape(pool.shape)
-
-    def copy_blocks(
-        self,
-        pool: Num[Array, "N K B W2"],
-        sources: Int[Array, "P"],
-        targets: Int[Array, "P"],
-    ) -> Num[Array, "N K B W2"]:
-        return pool.at[targets].set(pool[sources], mode="drop")
-
-    def gather_blocks(
-        self, pool: Num[Array, "N K B W2"], blocks: Int[Array, "P"]
-    ) -> Num[Array, "P K B W2"]:
-        return pool[blocks]
-
-    def scatter_blocks(
-        self,
-        pool: Num[Array, "N K B W2"],
-        blocks: Int[Array, "P"],
-        values: Num[Array, "P K B W2"],
-    ) -> Num[Array, "N K B W2"]:
-        return pool.at[blocks].set(values, mode="drop")
 
 
 def stored_pairs(

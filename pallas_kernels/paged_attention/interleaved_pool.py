@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.api import PagedAttention
+from pallas_kernels.paged_attention.block_moves import BlockMoves
 
 DEFAULT_BLOCK_SIZE = 16
 
 
-class InterleavedPool:
+class InterleavedPool(BlockMoves):
     """The methods of `PagedAttention` that move K/V. Kernels gather tokens one by one, so small
     blocks cost nothing."""
 
@@ -63,27 +64,6 @@ class InterleavedPool:
     ) -> tuple[Float[Array, "T H D"], Num[Array, "N B K2 D"]]:
         pool = self.write(pool, key, value, slots, kv_scales=kv_scales)
         return self.attend(query, pool, plan, kv_scales=kv_scales, **options), pool
-
-    def copy_blocks(
-        self,
-        pool: Num[Array, "N B K2 D"],
-        sources: Int[Array, "P"],
-        targets: Int[Array, "P"],
-    ) -> Num[Array, "N B K2 D"]:
-        return pool.at[targets].set(pool[sources], mode="drop")
-
-    def gather_blocks(
-        self, pool: Num[Array, "N B K2 D"], blocks: Int[Array, "P"]
-    ) -> Num[Array, "P B K2 D"]:
-        return pool[blocks]
-
-    def scatter_blocks(
-        self,
-        pool: Num[Array, "N B K2 D"],
-        blocks: Int[Array, "P"],
-        values: Num[Array, "P B K2 D"],
-    ) -> Num[Array, "N B K2 D"]:
-        return pool.at[blocks].set(values, mode="drop")
 
 
 def to_storage(values: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:

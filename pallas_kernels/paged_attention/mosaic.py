@@ -25,8 +25,8 @@ from pallas_kernels.paged_attention.mosaic_sizes import (
     MosaicSizes,
     choose_chunk_tokens,
     choose_prefill_queries,
-    power_of_two_within,
 )
+from pallas_kernels.paged_attention.sizes import power_of_two_within
 
 MAX_HEAD_DIM = 256
 
@@ -261,7 +261,7 @@ class MosaicPagedAttention(HeadMajorPool):
         )
 
 
-def _heads_first(rows: Float[Array, "T K R L"], tile_tokens: int) -> Float[Array, "K TR L"]:
+def _heads_first(rows: Float[Array, "T K R lanes"], tile_tokens: int) -> Float[Array, "K TR lanes"]:
     """With whole tiles of tokens."""
     num_tokens, num_kv_heads, _, lanes = rows.shape
     rows = jnp.pad(rows, ((0, -num_tokens % tile_tokens), (0, 0), (0, 0), (0, 0)))

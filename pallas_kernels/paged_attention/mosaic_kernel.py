@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.paged_attention.api import MASKED
 from pallas_kernels.paged_attention.head_major_pool import LANES
 from pallas_kernels.paged_attention.mosaic_items import WorkItems
 from pallas_kernels.paged_attention.mosaic_memory import scratch_shapes, tile_spec
@@ -26,8 +27,6 @@ from pallas_kernels.paged_attention.mosaic_refs import (
     name_refs,
 )
 from pallas_kernels.paged_attention.mosaic_write import stage_new, start_writing, wait_for_writes
-
-MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
 
 
 def attend_items(
@@ -50,20 +49,10 @@ def attend_items(
     Tokens of no item get no meaningful output.
     """
     num_items = items.rows.shape[0]
-    tables = block_tables[:, None, :]
     scalars = [items.rows, items.tiles, items.tokens, items.counts, items.ends]
     scalars += [options[name] for name in ("window", "kv_scales") if name in options]
-
-    def table_spec(distance: int) -> pl.BlockSpec:
-        def row_of(item: Array, rows: Any, *_: Any) -> tuple[Any, int, int]:
-            return rows[jnp.minimum(item + distance, num_items - 1)], 0, 0
-
-        return pl.BlockSpec((1, 1, tables.shape[2]), row_of, memory_space=pltpu.SMEM)
-
-    queries, in_memory = (
-        tile_spec(shape, shape.group, shape.lanes),
-        pl.BlockSpec(memory_space=pl.ANY),
-    )
+    queries = tile_spec(shape, shape.group, shape.lanes)
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
     inputs, in_specs = [query], [queries]
     if shape.has_sinks:
         inputs.append(_row_sinks(options["sinks"], shape))
@@ -71,8 +60,10 @@ def attend_items(
     if new_kv is not None:
         inputs.append(new_kv)
         in_specs.append(tile_spec(shape, 1, 2 * shape.width))
-    inputs += [tables, tables, pool]
-    in_specs += [table_spec(0), table_spec(1), in_memory]
+    inputs += [block_tables[:, None, :]] * 2 + [pool]
+    num_table_blocks = block_tables.shape[1]
+    in_specs += [_table_spec(distance, num_items, num_table_blocks) for distance in (0, 1)]
+    in_specs.append(in_memory)
     outputs, out_specs, aliases = [query], [queries], {}
     if new_kv is not None:
         outputs.append(pool)
@@ -97,6 +88,15 @@ def attend_items(
     )
     out, *written = call(*scalars, *inputs)
     return out, written[0] if written else pool
+
+
+def _table_spec(distance: int, num_items: int, num_table_blocks: int) -> pl.BlockSpec:
+    """The table row of the work item so many steps ahead."""
+
+    def row_of(item: Array, rows: Any, *_: Any) -> tuple[Any, int, int]:
+        return rows[jnp.minimum(item + distance, num_items - 1)], 0, 0
+
+    return pl.BlockSpec((1, 1, num_table_blocks), row_of, memory_space=pltpu.SMEM)
 
 
 def _row_sinks(sinks: Float[Array, "H"], shape: MosaicShape) -> Float[Array, "K R 1"]:
@@ -290,7 +290,7 @@ def _attend_buffer(
 
 
 def _attend_keys(
-    refs: Refs, head: Array | int, pairs: Num[Array, "L W2"], is_visible: Array, shape: MosaicShape
+    refs: Refs, head: Array | int, pairs: Num[Array, "C W2"], is_visible: Array, shape: MosaicShape
 ) -> None:
     """Online softmax (Milakov & Gimelshein 2018) in float32.
 

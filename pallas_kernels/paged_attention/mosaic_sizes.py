@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.head_major_pool import LANES, padded_width
-from pallas_kernels.paged_attention.sizes import powers_of_two, size
+from pallas_kernels.paged_attention.sizes import power_of_two_within, powers_of_two, size
 
 MIB = 1 << 20
 MAX_TILE_TOKENS = 128
@@ -75,8 +75,3 @@ def choose_prefill_queries(num_kv_heads: int, group: int, head_dim: int) -> int:
     numbers = num_kv_heads * group * max(padded_width(head_dim), LANES)
     most = min(MAX_TILE_TOKENS, MAX_MATMUL_ROWS // group, MAX_TILE_NUMBERS // numbers)
     return max(power_of_two_within(most), MIN_TILE_TOKENS)
-
-
-def power_of_two_within(size: int) -> int:
-    """The largest one that is not more."""
-    return 1 << max(size.bit_length() - 1, 0)

@@ -10,8 +10,18 @@ def size(*choices: int) -> Any:
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
-    """Both included."""
+    """List the powers of two from `first` to `last`, both included."""
     return tuple(1 << bit for bit in range(first.bit_length() - 1, last.bit_length()))
+
+
+def power_of_two_from(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def power_of_two_within(size: int) -> int:
+    """Return the largest power of two that is at most `size`, and 1 for less than 1."""
+    return 1 << max(size.bit_length() - 1, 0)
 
 
 def choices_of(sizes: Any) -> dict[str, tuple[int, ...]]:

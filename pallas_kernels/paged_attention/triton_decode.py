@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.paged_attention.api import MASKED
 from pallas_kernels.paged_attention.triton_sizes import MIN_SPLIT_TILES, choose_num_splits
 from pallas_kernels.paged_attention.triton_tiles import (
     LOG2_E,
-    MASKED,
     KernelShape,
     PagedSequence,
     SoftmaxSum,

@@ -14,13 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.paged_attention.sizes import power_of_two_from
 from pallas_kernels.paged_attention.triton_tiles import (
     KernelShape,
     PagedSequence,
     ceil_div,
     dot_dtype,
     first_visible,
-    power_of_two,
     softmax_over_tiles,
     split_options,
 )
@@ -80,7 +80,7 @@ def max_query_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
 
 def tile_heads(group: int, rows: int) -> int:
     """Query heads of a KV head that a program takes, a power of two."""
-    return min(power_of_two(group), rows)
+    return min(power_of_two_from(group), rows)
 
 
 def query_tile_tokens(group: int, rows: int) -> int:

@@ -13,8 +13,8 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.paged_attention.sizes import powers_of_two, size
-from pallas_kernels.paged_attention.triton_tiles import padded_head_dim, power_of_two
+from pallas_kernels.paged_attention.sizes import power_of_two_from, powers_of_two, size
+from pallas_kernels.paged_attention.triton_tiles import padded_head_dim
 
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 2  # less work is not worth a program
@@ -59,12 +59,12 @@ def choose_num_splits(num_programs: int, max_tiles: int, wanted: int = WANTED_PR
     """A power of two. num_programs: those there are with one split."""
     wanted_splits = -(-wanted // num_programs)
     useful = -(-max_tiles // MIN_SPLIT_TILES)
-    return min(power_of_two(min(wanted_splits, useful)), MAX_SPLITS)
+    return min(power_of_two_from(min(wanted_splits, useful)), MAX_SPLITS)
 
 
 def decode_rows(group: int, head_dim: int) -> int:
     """Rows of a program, one a query head: tensor cores take 16 at least."""
-    return min(max(16, power_of_two(group)), 128 if head_dim <= 128 else 64)
+    return min(max(16, power_of_two_from(group)), 128 if head_dim <= 128 else 64)
 
 
 def prefill_rows(head_dim: int) -> int:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.paged_attention.api import MASKED
+from pallas_kernels.paged_attention.sizes import power_of_two_from
 from pallas_kernels.triton_lowering import dot, load
 
-MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
 LOG2_E = math.log2(math.e)
 
 
@@ -52,12 +53,7 @@ class KernelShape:
 
 def padded_head_dim(head_dim: int) -> int:
     """Triton knows only powers of two, and the tensor cores want 16."""
-    return max(16, power_of_two(head_dim))
-
-
-def power_of_two(size: int) -> int:
-    """The smallest one that is not less."""
-    return 1 << max(size - 1, 0).bit_length()
+    return max(16, power_of_two_from(head_dim))
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class PagedSequence:
 
     def read_tile(
         self, tile: Int[Array, ""], dtype: jnp.dtype
-    ) -> tuple[Float[Array, "L D"], Float[Array, "L D"], Int[Array, "L"]]:
+    ) -> tuple[Float[Array, "C D"], Float[Array, "C D"], Int[Array, "C"]]:
         """Keys, values and positions of the tile's tokens, not yet multiplied by their scales;
         zeros where the sequence has none."""
         shape = self.shape
@@ -126,7 +122,7 @@ def softmax_over_tiles(
     sequence: PagedSequence,
     first_tile: Int[Array, ""],
     end_tile: Int[Array, ""],
-    is_visible: Callable[[Int[Array, "L"]], Bool[Array, "#R L"]],
+    is_visible: Callable[[Int[Array, "C"]], Bool[Array, "#R C"]],
 ) -> SoftmaxSum:
     """Online softmax (Milakov & Gimelshein 2018; Dao et al. 2022, algorithm 1) in float32.
 
@@ -165,10 +161,10 @@ def softmax_over_tiles(
 
 def scaled_scores(
     query: Float[Array, "R D"],
-    key: Float[Array, "L D"],
+    key: Float[Array, "C D"],
     shape: KernelShape,
     key_scale: Array | None,
-) -> Float[Array, "R L"]:
+) -> Float[Array, "R C"]:
     """Scores as exponents of two."""
     scores = matmul(query, key.T)
     if key_scale is not None:

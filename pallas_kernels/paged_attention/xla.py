@@ -12,15 +12,15 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.paged_attention.api import AttentionMetadata
 from pallas_kernels.paged_attention.interleaved_pool import InterleavedPool
+from pallas_kernels.paged_attention.xla_softmax import PartialSoftmax, dot, tile_softmax
 
 TILE = 64  # context tokens a tile; a multiple of any block size up to it
 MIN_DECODE_TILES, MAX_DECODE_TILES = 4, 16  # tiles of decode rows in one batched matmul
 QUERY_TILE = 64  # query tokens of a prefill chunk in one matmul
-MASKED = -1e30  # a score of no weight; finite, so that rows without any token stay finite
 
 
 @jax.tree_util.register_dataclass
@@ -28,49 +28,67 @@ MASKED = -1e30  # a score of no weight; finite, so that rows without any token s
 class TileList:
     """Tiles of several rows, one row after the other.
 
-    Tile i belongs to the row r with `ends[r - 1] <= i < ends[r]`.
+    Entry i of the list belongs to the row r with `ends[r - 1] <= i < ends[r]`. It is the tile with
+    the number `firsts[r] + i - ends[r - 1]` of that row.
     """
 
     ends: Int[Array, "S"]
+    firsts: Int[Array, "S"]
+
+    @classmethod
+    def between(cls, firsts: Int[Array, "S"], ends: Int[Array, "S"]) -> Self:
+        """List the tiles [firsts[s], ends[s]) of each row s."""
+        return cls(ends=jnp.cumsum(ends - firsts), firsts=firsts)
 
     @property
     def count(self) -> Int[Array, ""]:
         return self.ends[-1]
 
-    def rows_and_ordinals(
+    def rows_and_numbers(
         self, tiles: Int[Array, "*P"]
     ) -> tuple[Int[Array, "*P"], Int[Array, "*P"]]:
-        """Row of each tile and the tile's number within it; past the last tile: row S, 0."""
+        """Row of each entry and the number of its tile; past the last entry: row S, tile 0."""
         num_rows = self.ends.shape[0]
         rows = jnp.searchsorted(self.ends, tiles, side="right").astype(jnp.int32)
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends])
-        return rows, jnp.where(rows < num_rows, tiles - starts[rows], 0)
+        firsts = jnp.append(self.firsts, 0)
+        return rows, jnp.where(rows < num_rows, firsts[rows] + tiles - starts[rows], 0)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class XlaPlan:
-    """block_tables and context_lens have one row more than the batch: row S is empty."""
+    """What all layers of a step share.
+
+    block_tables, context_lens: with one row more than the batch; row S is empty.
+    decode_lens: context of each row that is a decode, 0 of the others.
+    decode_tiles: all tiles of the decodes' contexts. query_tiles: those of the prefill chunks.
+    """
 
     block_tables: Int[Array, "S1 M"]
     context_lens: Int[Array, "S1"]
     query_starts: Int[Array, "S1"]
-    num_decodes: Int[Array, ""]
+    decode_lens: Int[Array, "S"]
     decode_tiles: TileList
     query_tiles: TileList
     decode_only: bool = field(metadata={"static": True})
 
+    def decode_tiles_within(self, window: Int[Array, ""] | int, tile_tokens: int) -> TileList:
+        """List the tiles that hold a token which a decode sees through a window."""
+        firsts = jnp.maximum(self.decode_lens - window, 0) // tile_tokens
+        return TileList.between(firsts, -(-self.decode_lens // tile_tokens))
+
 
 @dataclass(frozen=True)
 class _Options:
-    """Of `attend`; sinks by KV head and group."""
+    """The options of one call of `attend`; sinks by KV head and group."""
 
     window: Int[Array, ""] | int | None
     softcap: float | None
     sinks: Float[Array, "K G"] | None
     kv_scales: Float[Array, "K2"] | None
 
-    def finish_scores(self, scores: Float[Array, "... K Q L"]) -> Float[Array, "... K Q L"]:
+    def finish_scores(self, scores: Float[Array, "... K Q C"]) -> Float[Array, "... K Q C"]:
         if self.kv_scales is not None:
             scores = scores * _along_heads(self.kv_scales[0::2], scores)
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
@@ -78,10 +96,11 @@ class _Options:
     def scale_values(self, out: Float[Array, "... K Q D"]) -> Float[Array, "... K Q D"]:
         return out if self.kv_scales is None else out * _along_heads(self.kv_scales[1::2], out)
 
-    def is_in_window(
-        self, positions: Int[Array, "..."], query_positions: Int[Array, "..."]
-    ) -> Bool[Array, "..."] | bool:
-        return self.window is None or positions > query_positions - self.window
+    def first_visible(self, query_positions: Int[Array, "..."]) -> Int[Array, "..."]:
+        """First position that a query sees, never below 0."""
+        if self.window is None:
+            return jnp.zeros_like(query_positions)
+        return jnp.maximum(query_positions - self.window + 1, 0)
 
 
 @dataclass(frozen=True)
@@ -108,18 +127,19 @@ class XlaPagedAttention(InterleavedPool):
         tile_blocks = max(1, TILE // block_size)
         rows = jnp.arange(num_rows)
         is_decode = rows < metadata.num_decodes
-        context_tiles = -(-metadata.context_lens // (tile_blocks * block_size))
+        decode_lens = jnp.where(is_decode, metadata.context_lens, 0)
+        context_tiles = -(-decode_lens // (tile_blocks * block_size))
         query_lens = jnp.diff(metadata.query_starts)
-        query_tiles = -(-query_lens // QUERY_TILE)
+        query_tiles = jnp.where(is_decode, 0, -(-query_lens // QUERY_TILE))
         # The last tile may reach past the end of the table: let it read the sink block there.
         padding = ((0, 1), (0, -num_table_blocks % tile_blocks))
         return XlaPlan(
             block_tables=jnp.pad(metadata.block_tables, padding),
             context_lens=jnp.pad(metadata.context_lens, (0, 1)),
             query_starts=metadata.query_starts,
-            num_decodes=metadata.num_decodes,
-            decode_tiles=TileList(jnp.cumsum(jnp.where(is_decode, context_tiles, 0))),
-            query_tiles=TileList(jnp.cumsum(jnp.where(is_decode, 0, query_tiles))),
+            decode_lens=decode_lens,
+            decode_tiles=TileList.between(jnp.zeros_like(context_tiles), context_tiles),
+            query_tiles=TileList.between(jnp.zeros_like(query_tiles), query_tiles),
             decode_only=decode_only,
         )
 
@@ -163,20 +183,24 @@ def _attend_decodes(
     query = jnp.pad(query, ((0, 1), (0, 0), (0, 0), (0, 0)))
     # About one tile a row: more would only be padding when contexts are short.
     tiles_at_once = min(max(num_rows, MIN_DECODE_TILES), MAX_DECODE_TILES)
+    decode_tiles = plan.decode_tiles
+    if options.window is not None:
+        decode_tiles = plan.decode_tiles_within(options.window, _tile_tokens(pool))
 
-    def step(iteration: Array, carry: _Softmax) -> _Softmax:
+    def step(iteration: Array, carry: PartialSoftmax) -> PartialSoftmax:
         tiles = iteration * tiles_at_once + jnp.arange(tiles_at_once, dtype=jnp.int32)
-        rows, ordinals = plan.decode_tiles.rows_and_ordinals(tiles)
-        key, value, positions = _gather_tiles(pool, plan, rows, ordinals, query.dtype)
+        rows, numbers = decode_tiles.rows_and_numbers(tiles)
+        firsts = options.first_visible(plan.context_lens[rows] - 1)
+        key, value, positions = _gather_tiles(pool, plan, (rows, numbers), firsts, query.dtype)
+        ends = plan.context_lens[rows]
+        visible = (positions < ends[:, None]) & (positions >= firsts[:, None])
         rows = jnp.minimum(rows, num_rows)
-        scores = options.finish_scores(_dot("pkgd,ptkd->pkgt", query[rows], key))
-        ends = plan.context_lens[rows][:, None]
-        visible = (positions < ends) & options.is_in_window(positions, ends - 1)
-        tile = _tile_softmax(scores, visible[:, None, None, :], "pkgt,ptkd->pkgd", value)
+        scores = options.finish_scores(dot("pkgd,ptkd->pkgt", query[rows], key))
+        tile = tile_softmax(scores, visible[:, None, None, :], "pkgt,ptkd->pkgd", value)
         return carry.merge_rows(tile, rows)
 
-    start = _Softmax.empty((num_rows + 1, *heads), head_dim)
-    num_iterations = -(-plan.decode_tiles.count // tiles_at_once)
+    start = PartialSoftmax.empty((num_rows + 1, *heads), head_dim)
+    num_iterations = -(-decode_tiles.count // tiles_at_once)
     softmax = lax.fori_loop(0, num_iterations, step, start)
     out = options.scale_values(softmax.normalised(options.sinks)[:num_rows])
     return out.astype(query.dtype)
@@ -201,8 +225,8 @@ def _attend_prefills(
     out = jnp.pad(out, room)
 
     def step(tile: Array, out: Array) -> Array:
-        row, ordinal = plan.query_tiles.rows_and_ordinals(tile)
-        start = plan.query_starts[row] + ordinal * QUERY_TILE
+        row, number = plan.query_tiles.rows_and_numbers(tile)
+        start = plan.query_starts[row] + number * QUERY_TILE
         # Token i of the batch is at position context_len - (query end - i) of its sequence.
         first_position = plan.context_lens[row] - plan.query_starts[row + 1] + start
         tile_query = lax.dynamic_slice_in_dim(query, start, QUERY_TILE)
@@ -226,20 +250,21 @@ def _attend_query_tile(
     # "K (Q G) D" makes one matmul a KV head of all queries that share it.
     stacked = query.transpose(1, 0, 2, 3).reshape(num_kv_heads, num_queries * group, head_dim)
     end = jnp.minimum(first_position + num_queries, plan.context_lens[row])
+    first = options.first_visible(first_position)
+    # Queries past the end of the chunk only fill up the tile, but must stay finite.
+    last_visible = jnp.minimum(jnp.repeat(query_positions, group), plan.context_lens[row] - 1)
+    first_visible = options.first_visible(last_visible)
 
-    def step(ordinal: Array, carry: _Softmax) -> _Softmax:
-        key, value, positions = _gather_tiles(pool, plan, row[None], ordinal[None], query.dtype)
-        scores = options.finish_scores(_dot("kqd,tkd->kqt", stacked, key[0]))
-        # Queries past the end of the chunk only fill up the tile, but must stay finite.
-        last_visible = jnp.minimum(jnp.repeat(query_positions, group), plan.context_lens[row] - 1)
-        visible = (positions <= last_visible[:, None]) & options.is_in_window(
-            positions, last_visible[:, None]
-        )
-        return carry.merge(_tile_softmax(scores, visible[None], "kqt,tkd->kqd", value[0]))
+    def step(number: Array, carry: PartialSoftmax) -> PartialSoftmax:
+        tile = row[None], number[None]
+        key, value, positions = _gather_tiles(pool, plan, tile, first[None], query.dtype)
+        scores = options.finish_scores(dot("kqd,tkd->kqt", stacked, key[0]))
+        visible = (positions <= last_visible[:, None]) & (positions >= first_visible[:, None])
+        return carry.merge(tile_softmax(scores, visible[None], "kqt,tkd->kqd", value[0]))
 
-    empty = _Softmax.empty((num_kv_heads, num_queries * group), head_dim)
-    tile_tokens = _tile_blocks(pool) * pool.shape[1]
-    softmax = lax.fori_loop(0, -(-end // tile_tokens), step, empty)
+    empty = PartialSoftmax.empty((num_kv_heads, num_queries * group), head_dim)
+    tile_tokens = _tile_tokens(pool)
+    softmax = lax.fori_loop(first // tile_tokens, -(-end // tile_tokens), step, empty)
     sinks = None if options.sinks is None else jnp.tile(options.sinks, (1, num_queries))
     out = options.scale_values(softmax.normalised(sinks))
     out = out.reshape(num_kv_heads, num_queries, group, head_dim)
@@ -250,102 +275,38 @@ def _tile_blocks(pool: Num[Array, "N B K2 D"]) -> int:
     return max(1, TILE // pool.shape[1])
 
 
+def _tile_tokens(pool: Num[Array, "N B K2 D"]) -> int:
+    return _tile_blocks(pool) * pool.shape[1]
+
+
 def _gather_tiles(
     pool: Num[Array, "N B K2 D"],
     plan: XlaPlan,
-    rows: Int[Array, "P"],
-    ordinals: Int[Array, "P"],
+    tiles: tuple[Int[Array, "P"], Int[Array, "P"]],
+    firsts: Int[Array, "P"],
     dtype: jnp.dtype,
-) -> tuple[Float[Array, "P L K D"], Float[Array, "P L K D"], Int[Array, "P L"]]:
-    """Keys, values and positions of the L tokens of each tile.
+) -> tuple[Float[Array, "P C K D"], Float[Array, "P C K D"], Int[Array, "P C"]]:
+    """Keys, values and positions of the C tokens of each tile.
 
-    Slots behind the end of a sequence may hold anything, NaN included: values are zeroed there,
-    because a weight of 0 would not silence them.
+    tiles: their rows, and their numbers within the rows. firsts: first position that is of use.
+    Slots before it and behind the end of a sequence may hold anything, NaN included: values are
+    zeroed there, because a weight of 0 would not silence them.
     """
+    rows, numbers = tiles
     num_tiles, (_, block_size, _, head_dim) = rows.shape[0], pool.shape
     tile_blocks = _tile_blocks(pool)
-    columns = ordinals[:, None] * tile_blocks + jnp.arange(tile_blocks)[None, :]
+    columns = numbers[:, None] * tile_blocks + jnp.arange(tile_blocks)[None, :]
     blocks = plan.block_tables[rows[:, None], columns]
     tokens = pool[blocks].reshape(num_tiles, tile_blocks * block_size, -1, head_dim)
     if pool.dtype.itemsize == 1:
         tokens = tokens.astype(dtype)
-    positions = (
-        ordinals[:, None] * (tile_blocks * block_size) + jnp.arange(tokens.shape[1])[None, :]
-    )
-    is_written = (positions < plan.context_lens[rows][:, None])[:, :, None, None]
-    return tokens[:, :, 0::2], jnp.where(is_written, tokens[:, :, 1::2], 0), positions
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Softmax:
-    """A softmax-weighted sum over the tiles seen so far, not yet divided by its denominator."""
-
-    maximum: Float[Array, "*R"]
-    denominator: Float[Array, "*R"]
-    total: Float[Array, "*R D"]
-
-    @classmethod
-    def empty(cls, rows: tuple[int, ...], head_dim: int) -> Self:
-        return cls(
-            maximum=jnp.full(rows, MASKED, jnp.float32),
-            denominator=jnp.zeros(rows, jnp.float32),
-            total=jnp.zeros((*rows, head_dim), jnp.float32),
-        )
-
-    def merge(self, tile: Self) -> Self:
-        maximum = jnp.maximum(self.maximum, tile.maximum)
-        old, new = jnp.exp(self.maximum - maximum), jnp.exp(tile.maximum - maximum)
-        return type(self)(
-            maximum=maximum,
-            denominator=self.denominator * old + tile.denominator * new,
-            total=self.total * old[..., None] + tile.total * new[..., None],
-        )
-
-    def merge_rows(self, tiles: Self, rows: Int[Array, "P"]) -> Self:
-        """Merge tile p into row rows[p]; several tiles may belong to one row."""
-        maximum = self.maximum.at[rows].max(tiles.maximum)
-        old, new = jnp.exp(self.maximum - maximum), jnp.exp(tiles.maximum - maximum[rows])
-        # A matmul with a 0/1 matrix adds the tiles up; XLA's scatter-add on CPUs is a scalar loop.
-        member = (rows[None, :] == jnp.arange(self.maximum.shape[0])[:, None]).astype(jnp.float32)
-        return type(self)(
-            maximum=maximum,
-            denominator=self.denominator * old
-            + jnp.einsum("sp,pkg->skg", member, tiles.denominator * new),
-            total=self.total * old[..., None]
-            + jnp.einsum("sp,pkgd->skgd", member, tiles.total * new[..., None]),
-        )
-
-    def normalised(self, sinks: Float[Array, "..."] | None) -> Float[Array, "*R D"]:
-        """Zeros for rows that saw no token. sinks: a score of every row, but for leading axes."""
-        if sinks is None:
-            return self.total / jnp.maximum(self.denominator, 1e-30)[..., None]
-        sinks = jnp.broadcast_to(sinks, self.maximum.shape)
-        maximum = jnp.maximum(self.maximum, sinks)
-        rescale = jnp.exp(self.maximum - maximum)
-        denominator = self.denominator * rescale + jnp.exp(sinks - maximum)
-        return self.total * (rescale / denominator)[..., None]
+    positions = numbers[:, None] * (tile_blocks * block_size) + jnp.arange(tokens.shape[1])[None, :]
+    is_used = (positions < plan.context_lens[rows][:, None]) & (positions >= firsts[:, None])
+    values = jnp.where(is_used[:, :, None, None], tokens[:, :, 1::2], 0)
+    return tokens[:, :, 0::2], values, positions
 
 
 def _along_heads(
-    scales: Float[Array, "K"], like: Float[Array, "... K Q L"]
-) -> Float[Array, "... K Q L"]:
+    scales: Float[Array, "K"], like: Float[Array, "... K Q C"]
+) -> Float[Array, "... K Q C"]:
     return jnp.broadcast_to(scales[:, None, None], like.shape)
-
-
-def _dot(axes: str, query: Float[Array, "..."], key: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jnp.einsum(axes, query, key, preferred_element_type=jnp.float32)
-
-
-def _tile_softmax(
-    scores: Float[Array, "*R L"],
-    visible: Bool[Array, "... L"],
-    weighted_sum: str,
-    value: Float[Array, "... L K D"],
-) -> _Softmax:
-    scores = jnp.where(visible, scores, MASKED)
-    maximum = scores.max(-1)
-    # Where nothing is visible, MASKED - MASKED would give weights of 1.
-    weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), 0.0)
-    total = jnp.einsum(weighted_sum, weights.astype(value.dtype), value)
-    return _Softmax(maximum, weights.sum(-1), total.astype(jnp.float32))

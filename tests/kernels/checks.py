@@ -123,7 +123,7 @@ def check(
         block_size=block_size,
         dtype=dtype,
         pool_dtype=pool_dtype,
-        window=None if name == "xla" else window,  # XLA reads what it then hides
+        window=window,
         pad_rows=pad_rows,
         pad_tokens=pad_rows if decode_only else 3,  # row s of decodes is token s
     )
