@@ -141,10 +141,11 @@ class AsyncEngine:
                 self._actions.put(lambda engine: engine.abort(group))
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests, and wait up to `timeout` seconds for the running ones."""
+        """Refuse new requests, and wait up to `timeout` seconds for the running ones. An engine
+        that has stopped has none."""
         self._is_draining = True
         deadline = time.monotonic() + timeout
-        while self._is_busy() and time.monotonic() < deadline:
+        while self._death is None and self._is_busy() and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def shutdown(self) -> None:
@@ -201,5 +202,6 @@ class AsyncEngine:
     def _stop(self, error: BaseException) -> None:
         """From now on everybody who reads, or comes to read, gets the error."""
         self._death = error
+        self.engine.metrics.record_stopped()
         for stream in list(self._streams.values()):
             stream.put(EngineDeadError(f"the engine has stopped: {error}"))

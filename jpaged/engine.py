@@ -3,9 +3,12 @@
 Not thread-safe: one thread calls everything. The front doors are `LLM` and `AsyncEngine`.
 """
 
+import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from jpaged.config import PreemptionMode
 from jpaged.errors import RequestError
@@ -21,6 +24,8 @@ from jpaged.scheduling.request_group import RequestGroup
 from jpaged.scheduling.scheduled_batch import ScheduledBatch
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -118,10 +123,17 @@ class Engine:
 
     def abort(self, group: RequestGroup) -> None:
         """End a request and free its blocks; nothing happens if it has finished already."""
-        for request in group.requests:
-            if not request.is_finished:
-                self.scheduler.finish(request, FinishReason.ABORT)
-                self._forget(request)
+        self._end(group, FinishReason.ABORT)
+
+    def fail(self, group: RequestGroup, error: Exception) -> None:
+        """End one request, which raised an error, with `FinishReason.ERROR`; all others go on.
+
+        Raises when the error left the books of blocks and slots in disorder: then the answers of
+        other requests cannot be trusted any more.
+        """
+        logger.error("request %s ended by an error", group.request_id, exc_info=error)
+        self._end(group, FinishReason.ERROR)
+        self.scheduler.check_integrity()
 
     @property
     def has_unfinished(self) -> bool:
@@ -150,12 +162,13 @@ class Engine:
         is_stuck = not (batch.num_tokens or batch.finished or finished_step)
         assert not (is_stuck and self.scheduler.has_requests), "nobody can run, nothing will change"
         self._take_back_reports(batch)
-        progressed = batch.finished + self._process(finished_step)
+        finished = [self._groups[request] for request in batch.finished]
         # A dict keeps the order and drops doubles.
-        groups = list(dict.fromkeys(self._groups[request] for request in progressed))
-        for request in progressed:
-            if request.is_finished:
-                self._forget(request)
+        groups = list(dict.fromkeys(finished + self._process(finished_step)))
+        for group in groups:
+            for request in group.requests:
+                if request.is_finished and request in self._groups:
+                    self._forget(request)
         self._record(batch)
         if self._check_invariants:
             self.scheduler.check_integrity()
@@ -168,7 +181,8 @@ class Engine:
         costs = PreemptionCosts(runner.time_swap(), self._prefill_clock)
         return SwapSpace(num_blocks, mode=mode, costs=costs)
 
-    def _process(self, step: LaunchedStep | None) -> list[Request]:
+    def _process(self, step: LaunchedStep | None) -> list[RequestGroup]:
+        """Take in what a step has computed. Returns the groups that have something new."""
         if step is None:
             return []
         timings = self.step_timings
@@ -183,14 +197,9 @@ class Engine:
             step.requests, tokens, logprobs[:num_sampled], strict=True
         ):
             # A step ahead, one token more may have been sampled than the answer has.
-            if request.is_finished:
-                continue
-            group = self._groups[request]
-            if isinstance(group, BeamGroup):
-                progressed += self._report(group, request, token_logprobs)
-            else:
-                self._append(request, token, token_logprobs)
-                progressed.append(request)
+            if not request.is_finished:
+                take_in = partial(self._take_token, request, token, token_logprobs)
+                progressed += self._contained(self._groups[request], take_in)
         has_result = bool(step.requests or step.scored)
         self._prefill_clock.record(step.trace, has_result=has_result, now=read)
         timings.num_steps += 1
@@ -198,35 +207,56 @@ class Engine:
         timings.processing += time.perf_counter() - read
         return progressed
 
+    def _contained(self, group: RequestGroup, take_in: Callable[[], bool]) -> list[RequestGroup]:
+        """Take in something of one request; an error there ends that request alone.
+
+        Returns the group if it has something new.
+        """
+        try:
+            return [group] if take_in() else []
+        except Exception as error:
+            self.fail(group, error)
+            return [group]
+
+    def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> bool:
+        group = self._groups[request]
+        if isinstance(group, BeamGroup):
+            return self._report(group, request, logprobs)
+        self._append(request, token, logprobs)
+        return True
+
     def _process_scores(
         self, scored: list[Scored], scores: list[TokenLogprobs | None]
-    ) -> list[Request]:
+    ) -> list[RequestGroup]:
         """Take in log-probabilities of prompts. Returns requests that wanted nothing else."""
         finished, index = [], 0
         for request, positions in scored:
             own = scores[index : index + len(positions)]
             index += len(positions)
-            if request.is_finished:
-                continue
-            request.append_scores(positions.start, own)
-            self.scheduler.tables.keep_scores(request, positions)
-            if not request.policy.generates and request.is_scored:
-                request.finish(FinishReason.LENGTH)
-                self.scheduler.retire(request)
-                finished.append(request)
+            if not request.is_finished:
+                take_in = partial(self._take_scores, request, positions, own)
+                finished += self._contained(self._groups[request], take_in)
         return finished
 
-    def _report(
-        self, group: BeamGroup, beam: Request, logprobs: TokenLogprobs | None
-    ) -> list[Request]:
-        """Take a beam's logits; once all have come, choose the next beams. Returns who went on."""
+    def _take_scores(
+        self, request: Request, positions: range, scores: list[TokenLogprobs | None]
+    ) -> bool:
+        request.append_scores(positions.start, scores)
+        self.scheduler.tables.keep_scores(request, positions)
+        if not request.policy.generates and request.is_scored:
+            request.finish(FinishReason.LENGTH)
+            self.scheduler.retire(request)
+        return request.is_finished
+
+    def _report(self, group: BeamGroup, beam: Request, logprobs: TokenLogprobs | None) -> bool:
+        """Take a beam's logits; once all have come, choose the next beams. True if they did."""
         if beam.status is RequestStatus.WAITING:
             group.withdraw(beam)
-            return []
+            return False
         assert logprobs is not None
         group.report(beam, logprobs)
         if not group.is_complete:
-            return []
+            return False
         last_token_time = beam.last_token_time
         beams, step = group.beams, group.advance()
         if step.survivors:
@@ -238,7 +268,7 @@ class Engine:
             else:
                 beam.finish(FinishReason.STOP)
                 self.scheduler.retire(beam)
-        return beams
+        return True
 
     def _take_back_reports(self, batch: ScheduledBatch) -> None:
         """Preempted beams report again; a search without room ends with what it has."""
@@ -265,6 +295,15 @@ class Engine:
             self.metrics.record_tokens(request, 1, None)
         else:
             self.metrics.record_tokens(request, 1, request.last_token_time - last_token_time)
+
+    def _end(self, group: RequestGroup, reason: FinishReason) -> None:
+        """End what is unfinished of a group and free its blocks."""
+        for request in group.requests:
+            if not request.is_finished:
+                self.scheduler.finish(request, reason)
+                self._forget(request)
+        if not self.has_unfinished:  # no step will follow that records the state
+            self._record(ScheduledBatch())
 
     def _forget(self, request: Request) -> None:
         del self._groups[request]

@@ -85,6 +85,12 @@ class Metrics:
         _add(self._num_preemptions, num_preemptions)
         _add(self._num_swap_outs, num_swap_outs)
 
+    def record_stopped(self) -> None:
+        """The engine has stopped: nothing runs, waits or holds memory any more."""
+        for gauge in (self._num_running, self._num_waiting, self._num_swapped):
+            gauge.set(0)
+        self._kv_cache_usage.set(0)
+
     def record_prompt(self, request: Request) -> None:
         """Its prompt is computed. Siblings share it: they look nothing up in the prefix cache."""
         _add(self._prompt_tokens, request.num_prompt_tokens)

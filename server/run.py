@@ -35,7 +35,8 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> None:
-    """Serves until Ctrl-C or SIGTERM. Raises `JpagedError` when it cannot start."""
+    """Serve until Ctrl-C or SIGTERM. Raises `JpagedError` when the server cannot start, and
+    `EngineDeadError` at the end if the engine had stopped by itself."""
     with listen(options) as listener:
         asyncio.run(_serve(config, options, listener))
 
@@ -45,12 +46,15 @@ async def _serve(config: EngineConfig, options: ServerOptions, listener: socket.
     app = create_app(engine)
     server = SignalledServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # Without a server nobody can be answered: end instead of waiting for a signal.
+    serving.add_done_callback(lambda _: server.stop_requested.set())
     try:
         if await _finishes(engine.start(), before=server.stop_requested):
             print(greeting(engine, base_url(listener)), flush=True)
             await server.stop_requested.wait()
             app.state.is_draining = True
             await _finishes(engine.drain(options.shutdown_timeout), before=server.stop_urged)
+            engine.check_health()  # the exit code tells that the engine had died
     finally:
         await engine.shutdown()
         server.should_exit = True

@@ -10,11 +10,12 @@ from jpaged.cli.chat import CHAT
 from jpaged.cli.command import Command
 from jpaged.cli.generate import GENERATE
 from jpaged.cli.serve import SERVE
-from jpaged.errors import JpagedError
+from jpaged.errors import EngineDeadError, JpagedError
 from jpaged.version import version
 
 COMMANDS: tuple[Command, ...] = (SERVE, GENERATE, CHAT, BENCH)
 
+INTERNAL_ERROR = 1
 USER_ERROR = 2  # argparse's exit code for bad arguments, too
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.command.run(arguments)
     except JpagedError as error:
         print(f"jpaged {arguments.command.name}: error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return INTERNAL_ERROR if isinstance(error, EngineDeadError) else USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

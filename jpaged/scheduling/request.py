@@ -260,12 +260,15 @@ class Request:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         assert not self.is_finished, f"request {self.request_id} finished twice"
+        # Before the status changes: an error here leaves a request that can still be ended. What
+        # text is held back matters to nobody when the answer is cut off.
+        is_cut = reason in (FinishReason.ABORT, FinishReason.ERROR)
+        if self.detokenizer is not None and not is_cut:
+            self.detokenizer.finish()
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.finished_time = time.monotonic()
-        if self.detokenizer is not None:
-            self.detokenizer.finish()
 
     def completion(self) -> CompletionOutput:
         """A snapshot that later steps do not change."""

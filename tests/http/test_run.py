@@ -26,7 +26,7 @@ from jpaged.cli.main import main
 from tests.http.conftest import small_buffered
 from tests.http.scripted_engine import ScriptedEngine
 
-start_seconds, start_error = float(sys.argv[1]), sys.argv[2]
+start_seconds, start_error, death = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 class Engine(ScriptedEngine):
     def __init__(self, config):
@@ -40,11 +40,13 @@ class Engine(ScriptedEngine):
         if start_error:
             raise jpaged.errors.CheckpointError(start_error)
         self.is_ready = True
+        if death:
+            self.dead = jpaged.errors.EngineDeadError(death)
 
 listen = jpaged.server.run.listen
 jpaged.server.run.listen = lambda options: small_buffered(listen(options))
 jpaged.server.run.AsyncEngine = Engine
-sys.exit(main(["serve", *sys.argv[3:]]))
+sys.exit(main(["serve", *sys.argv[4:]]))
 """
 
 
@@ -65,10 +67,13 @@ class Process:
 
 
 @contextmanager
-def served(*options: str, start_seconds: float = 0, start_error: str = "") -> Iterator[Process]:
+def served(
+    *options: str, start_seconds: float = 0, start_error: str = "", death: str = ""
+) -> Iterator[Process]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SERVER, str(start_seconds), start_error, "--port", str(port)]
+    arguments = [str(start_seconds), start_error, death, "--port", str(port)]
+    command = [sys.executable, "-c", SERVER, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         [*command, *options],
@@ -156,3 +161,13 @@ def test_a_second_signal_waits_no_longer() -> None:
             received += b"".join(parts)
         assert "error" in parse_events(received)[-1]
         assert process.popen.wait(10) == 0
+
+
+def test_a_server_whose_engine_died_ends_at_once() -> None:
+    """O-92: exit code 1, and no wait for what a dead engine will not do."""
+    with served("--shutdown-timeout", "600", death="the step raised ValueError") as process:
+        wait_until(lambda: process.status() == 503, 60)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(60) == 1
+        assert process.popen.stderr is not None
+        assert "error: the step raised ValueError" in process.popen.stderr.read()

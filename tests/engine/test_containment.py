@@ -1,0 +1,179 @@
+"""One request's error ends that request alone; the engine and all other requests go on."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from jpaged.async_engine import AsyncEngine
+from jpaged.beam_search_params import BeamSearchParams
+from jpaged.config import EngineConfig
+from jpaged.errors import EngineDeadError
+from jpaged.outputs import FinishReason, RequestOutput
+from jpaged.sampling_params import SamplingParams
+from jpaged.startup.load_engine import LoadedEngine
+from tests.engine.scripted_runner import ScriptedRunner
+from tests.engine.test_engine_machine import EOS, make_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+PROMPTS = [[1, 0, 1, number] for number in range(4)]
+
+
+@pytest.fixture
+def engine():
+    runner = ScriptedRunner(num_blocks=60, block_size=4, num_slots=8, max_num_tokens=32)
+    return make_engine(runner)
+
+
+@contextlib.asynccontextmanager
+async def started(engine, monkeypatch) -> AsyncIterator[AsyncEngine]:
+    """The asyncio front door of an engine, without a model."""
+    loaded = LoadedEngine(engine, "scripted", None, 48)
+    monkeypatch.setattr("jpaged.async_engine.load_engine", lambda config: loaded)
+    front = AsyncEngine(EngineConfig(model="scripted"))
+    await front.start()
+    try:
+        yield front
+    finally:
+        await front.shutdown()
+
+
+async def last_output(front: AsyncEngine, prompt: list[int], params) -> RequestOutput:
+    outputs = [each async for each in front.generate({"prompt_token_ids": prompt}, params)]
+    return outputs[-1]
+
+
+def gauges(engine) -> list[float]:
+    """Requests that run, requests that wait, and the share of the pool in use."""
+    rendered = engine.metrics.render()[0].decode().splitlines()
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return [
+        float(line.rsplit(" ", 1)[1])
+        for name in names
+        for line in rendered
+        if line.startswith(f"jpaged:{name}{{")
+    ]
+
+
+def raise_in_beams(monkeypatch) -> None:
+    def fail(*_):
+        raise OverflowError("a beam's score")
+
+    monkeypatch.setattr("jpaged.scheduling.beam_search.BeamSearch.advance", fail)
+
+
+def test_an_error_of_one_search_ends_it_alone(engine, monkeypatch, caplog):
+    """Answers beside it are those that they get alone, all blocks come back, and the log has the
+    traceback."""
+
+    async def run() -> list[RequestOutput]:
+        async with started(engine, monkeypatch) as front:
+            alone = [await last_output(front, prompt, GREEDY) for prompt in PROMPTS]
+            raise_in_beams(monkeypatch)
+            beams = BeamSearchParams(beam_width=3, max_tokens=8)
+            work = [last_output(front, PROMPTS[0], beams)]
+            work += [last_output(front, prompt, GREEDY) for prompt in PROMPTS]
+            failed, *others = await asyncio.gather(*work)
+            front.check_health()
+            assert {each.finish_reason for each in failed.outputs} == {FinishReason.ERROR}
+            for before, after in zip(alone, others, strict=True):
+                assert after.outputs[0].token_ids == before.outputs[0].token_ids
+            return [await last_output(front, prompt, GREEDY) for prompt in PROMPTS]
+
+    with caplog.at_level(logging.ERROR):
+        assert all(each.finished for each in asyncio.run(run()))
+    assert "OverflowError: a beam's score" in caplog.text
+    assert engine.block_pool.num_used == 0 and not engine.has_unfinished
+
+
+def test_an_error_that_breaks_the_books_stops_the_engine(engine, monkeypatch):
+    """Who else reads a block that was lost cannot be told."""
+
+    def lose_a_block(*_):
+        engine.block_pool.allocate(1)
+        raise OverflowError
+
+    monkeypatch.setattr("jpaged.scheduling.beam_search.BeamSearch.advance", lose_a_block)
+
+    async def run() -> None:
+        async with started(engine, monkeypatch) as front:
+            with pytest.raises(EngineDeadError):
+                await last_output(front, PROMPTS[0], BeamSearchParams(beam_width=2))
+            with pytest.raises(EngineDeadError):
+                front.check_health()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_steps", range(7))
+def test_gauges_after_an_abort_that_no_step_follows(engine, num_steps):
+    """O-91"""
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    group = engine.make_request("r", prompt, BeamSearchParams(beam_width=4, max_tokens=20))
+    engine.add_request(group)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(group)
+    while engine.has_unfinished:
+        engine.step()
+    assert gauges(engine) == [0, 0, 0]
+
+
+def test_a_dead_engine_serves_nothing_and_ends_at_once(engine, monkeypatch):
+    """O-91, O-92: an error of the scheduler is nobody's fault alone. Requests end with it, gauges
+    are 0, and nobody waits for actions that no thread takes any more."""
+
+    async def run() -> None:
+        async with started(engine, monkeypatch) as front:
+            alone = await last_output(front, PROMPTS[0], GREEDY)
+            assert alone.finished
+            schedule = engine.scheduler.schedule
+
+            def fail_later():
+                if engine.scheduler.running:
+                    raise ValueError("no order")
+                return schedule()
+
+            engine.scheduler.schedule = fail_later
+            work = [last_output(front, prompt, GREEDY) for prompt in PROMPTS[:3]]
+            results = await asyncio.gather(*work, return_exceptions=True)
+            assert all(isinstance(each, EngineDeadError) for each in results)
+            assert gauges(engine) == [0, 0, 0]
+            with pytest.raises(EngineDeadError):
+                await last_output(front, PROMPTS[0], GREEDY)
+            assert not front._actions.empty(), "aborts that nobody carries out"
+
+            def refuse_to_wait(_):
+                raise AssertionError("waits for a dead engine")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(asyncio, "sleep", refuse_to_wait)
+                await front.drain(60)
+
+    asyncio.run(run())
+
+
+def test_a_token_that_cannot_be_taken_in(engine, monkeypatch):
+    """The other answers to the same prompt end with it: a request succeeds or fails as a whole."""
+    take_token = engine._take_token
+
+    def fail_on_eos(request, token, logprobs):
+        if token == EOS:
+            raise ValueError("no such token")
+        return take_token(request, token, logprobs)
+
+    monkeypatch.setattr(engine, "_take_token", fail_on_eos)
+    params = SamplingParams(n=3, max_tokens=30, ignore_eos=True, seed=1)
+    groups = [
+        engine.make_request(str(number), {"prompt_token_ids": prompt}, params)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    for group in groups:
+        engine.add_request(group)
+    while engine.has_unfinished:
+        engine.step()
+    reasons = [{each.finish_reason for each in group.requests} for group in groups]
+    assert {FinishReason.ERROR} in reasons
+    assert engine.block_pool.num_used == 0
