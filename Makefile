@@ -63,7 +63,7 @@ test-newest: .venv/installed-dev
 	@.ci/test-newest-python $(BIN)/python $(NEWEST) pyproject.toml
 
 bench: .venv/installed-dev
-	$(BIN)/python -m jpaged.bench.compare_transformers $(ARGS)
+	$(BIN)/jpaged bench transformers $(ARGS)
 
 clean:
 	rm -rf .venv $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,4 @@
-"""Memory that answers save by sharing blocks, over time: several samples, and beams.
-
-    python -m jpaged.bench.block_sharing [--model MODEL]
+"""`jpaged bench block-sharing`: memory that samples and beams save by sharing blocks.
 
 Short instructions and answers of about the lengths of the Alpaca data (19 tokens in, 58 out), as
 in the PagedAttention paper (Kwon et al. 2023, figures 14 and 15). Only blocks shared by the answers
@@ -8,11 +6,8 @@ to one prompt count: the prefix cache is off. Memory saved is the blocks that ne
 of those that all answers would hold alone.
 """
 
-import argparse
-from collections.abc import Sequence
-
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.config import DEMO_MODEL
+from jpaged.bench.options import ModelOptions
 from jpaged.inputs import Params
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
@@ -38,15 +33,13 @@ INSTRUCTIONS = [
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure block sharing on this machine.")
-    parser.add_argument("--model", default=DEMO_MODEL, help="default: %(default)s")
-    model = parser.parse_args(arguments).model
-    llm = LLM(model, max_model_len=256, max_num_seqs=48, enable_prefix_caching=False)
-    options = {"max_tokens": NUM_OUTPUT_TOKENS, "ignore_eos": True}
+def bench_block_sharing(options: ModelOptions) -> None:
+    """Print the share of blocks saved with 2, 4 and 6 samples or beams a prompt."""
+    llm = LLM(options.model, max_model_len=256, max_num_seqs=48, enable_prefix_caching=False)
+    lengths = {"max_tokens": NUM_OUTPUT_TOKENS, "ignore_eos": True}
     for width in (2, 4, 6):
-        sampled = saved(llm, SamplingParams(n=width, seed=width, **options))
-        beams = saved(llm, BeamSearchParams(beam_width=width, **options))
+        sampled = saved(llm, SamplingParams(n=width, seed=width, **lengths))
+        beams = saved(llm, BeamSearchParams(beam_width=width, **lengths))
         print(
             f"{width} answers: {sampled:5.1%} saved, {width} beams: {beams:5.1%} saved", flush=True
         )
@@ -63,7 +56,3 @@ def saved(llm: LLM, params: Params) -> float:
         num_used += engine.block_pool.num_used
         num_alone += sum(len(request.block_ids) for request in engine.scheduler.running)
     return 1 - num_used / num_alone
-
-
-if __name__ == "__main__":
-    main()

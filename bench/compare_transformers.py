@@ -1,11 +1,8 @@
-"""jpaged and transformers' `generate` on this machine, with the same weights and the same work.
-
-    python -m jpaged.bench.compare_transformers [--model MODEL]
+"""`jpaged bench transformers`: jpaged beside transformers' `generate`, same weights, same work.
 
 Answers are greedy, of fixed lengths, and compared before times are printed. Takes some minutes.
 """
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -13,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
+from jpaged.bench.options import ModelOptions
 from jpaged.bench.workload import Work, equal_work, mixed_work
-from jpaged.config import DEMO_MODEL
 from jpaged.engine import StepTimings
+from jpaged.errors import ConfigError
 from jpaged.inputs import Prompt
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
@@ -41,12 +39,13 @@ LLM(model, compilation_cache_dir=folder, **options)
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Compare with transformers on this machine.")
-    parser.add_argument("--model", default=DEMO_MODEL, help="default: %(default)s")
-    model = parser.parse_args(arguments).model
+def bench_transformers(options: ModelOptions) -> None:
+    """Print start times, throughput beside transformers', and the host's time a step."""
+    model = options.model
     if importlib.util.find_spec("torch") is None:
-        sys.exit("The comparison needs torch, and accelerate for GGUF files: make install-dev")
+        raise ConfigError(
+            "the comparison needs torch, and accelerate for GGUF files; install jpaged[torch-test]"
+        )
     print_machine()
     print_start_times(model)
     # Not before, as importing torch takes seconds and memory.
@@ -147,7 +146,3 @@ def timed(function: Callable[[], Result]) -> tuple[float, Result]:
     started = time.perf_counter()
     result = function()
     return time.perf_counter() - started, result
-
-
-if __name__ == "__main__":
-    main()

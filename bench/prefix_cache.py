@@ -1,18 +1,14 @@
-"""What the prefix cache gains, and what it costs when nothing is found.
-
-    python -m jpaged.bench.prefix_cache [--model MODEL]
+"""`jpaged bench prefix-cache`: what the prefix cache gains, and costs when nothing is found.
 
 Long prompts and short answers, 16:1. A share of every prompt is the text of an earlier one. The
 same work runs with the cache on and off, in turns, and the answers are compared.
 """
 
-import argparse
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.config import DEMO_MODEL
+from jpaged.bench.options import ModelOptions
 from jpaged.inputs import TokensPrompt
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
@@ -24,12 +20,15 @@ PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=
 FIRST_TOKENS = SamplingParams(temperature=0, max_tokens=1)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure the prefix cache on this machine.")
-    parser.add_argument("--model", default=DEMO_MODEL, help="default: %(default)s")
-    model = parser.parse_args(arguments).model
+def bench_prefix_cache(options: ModelOptions) -> None:
+    """Print requests a second with the cache on and off, for several shares of hits."""
     on, off = (
-        LLM(model, max_model_len=1024, max_num_seqs=NUM_REQUESTS, enable_prefix_caching=cache)
+        LLM(
+            options.model,
+            max_model_len=1024,
+            max_num_seqs=NUM_REQUESTS,
+            enable_prefix_caching=cache,
+        )
         for cache in (True, False)
     )
     print("hits    cache on  cache off  ratio (median of rounds)")
@@ -78,7 +77,3 @@ def make_prompts(
         [TokensPrompt(prompt_token_ids=[*text, 0]) for text in known],
         [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
     )
-
-
-if __name__ == "__main__":
-    main()
