@@ -46,7 +46,7 @@ def bench_block_sharing(options: ModelOptions) -> None:
 
 
 def saved(llm: LLM, params: Params) -> float:
-    """Share of the blocks that sharing saves while the instructions are answered."""
+    """Compute the share of the blocks that sharing saves while all instructions are answered."""
     engine = llm.engine
     for number, text in enumerate(INSTRUCTIONS):
         engine.add_request(engine.make_request(str(number), f"{text}\n", params))

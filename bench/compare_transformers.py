@@ -63,7 +63,7 @@ def print_machine() -> None:
 
 
 def print_start_times(model: str) -> None:
-    """Seconds from the start of a process until its engine is ready."""
+    """Print the seconds from the start of a process until its engine is ready."""
     with tempfile.TemporaryDirectory(prefix="jpaged-programs-") as folder:
         for name in ("cold start, nothing compiled", "warm start"):
             command = [sys.executable, "-c", START_CODE, model, folder]
@@ -88,7 +88,7 @@ def print_throughput(llm: LLM, baseline: "TransformersBaseline") -> None:
 def compare(
     llm: LLM, baseline: "TransformersBaseline", name: str, works: list[Work], *, batch_size: int
 ) -> None:
-    """Useful tokens a second: those that were asked for, not the padding of static batches."""
+    """Print useful tokens a second: tokens asked for, without the padding of static batches."""
     our_seconds, ours = timed(lambda: run_ours(llm, works))
     their_seconds, theirs = timed(lambda: baseline.generate(works, batch_size=batch_size))
     num_equal = check_answers(baseline, works, ours, theirs)
@@ -118,7 +118,7 @@ def check_answers(
     ours: list[list[int]],
     theirs: list[list[int]],
 ) -> int:
-    """How many answers are equal. The others must be as good for transformers, up to rounding."""
+    """Count equal answers. The others must be as good for transformers, up to rounding."""
     num_equal = 0
     for work, our_answer, their_answer in zip(works, ours, theirs, strict=True):
         if our_answer == their_answer:
@@ -129,7 +129,7 @@ def check_answers(
 
 
 def print_host_time(llm: LLM) -> None:
-    """Milliseconds of Python a step while as many requests run as can."""
+    """Print the milliseconds of Python a step while as many requests run as can."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     works = equal_work(tokenizer, MAX_NUM_SEQS, num_input_tokens=8, num_output_tokens=64)

@@ -42,7 +42,7 @@ def bench_prefix_cache(options: ModelOptions) -> None:
 
 
 def compare(on: LLM, off: LLM, percentage: int, seed: int) -> tuple[float, float]:
-    """Seconds with the cache and without it, the one or the other first."""
+    """Time the same prompts with the cache and without it, the one or the other first."""
     texts, prompts = make_prompts(percentage, np.random.default_rng([percentage, seed]))
     seconds, answers = {}, {}
     for llm in (on, off) if seed % 2 else (off, on):
@@ -61,7 +61,7 @@ def compare(on: LLM, off: LLM, percentage: int, seed: int) -> tuple[float, float
 def make_prompts(
     percentage: int, random: np.random.Generator
 ) -> tuple[list[TokensPrompt], list[TokensPrompt]]:
-    """Texts that are computed before, and prompts that begin with one of them."""
+    """Make texts to compute beforehand, and prompts that begin with one of them."""
     num_shared = NUM_INPUT_TOKENS * percentage // 100
 
     def tokens(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The same work done by transformers' `generate`. Needs torch."""
+"""Generation by transformers. Needs torch."""
 
 import warnings
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class TransformersBaseline:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, works: Sequence[Work], *, batch_size: int) -> list[list[int]]:
-        """Greedy answers, in static batches: each runs as long as its longest answer."""
+        """Answer greedily in static batches, each of which runs as long as its longest answer."""
         answers = []
         for start in range(0, len(works), batch_size):
             answers += self._generate_batch(works[start : start + batch_size])

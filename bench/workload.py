@@ -32,7 +32,7 @@ def equal_work(
 
 
 def mixed_work(tokenizer: Tokenizer, count: int) -> list[Work]:
-    """Lengths spread as chat traffic spreads: many short requests, some many times longer."""
+    """Make requests with the spread of chat traffic: many short, some many times longer."""
     random = np.random.default_rng(SEED)
     inputs = _lognormal(random, count, median=128, low=16, high=512)
     outputs = _lognormal(random, count, median=48, low=4, high=128)
@@ -48,7 +48,7 @@ def _lognormal(
 
 
 def _prompts(tokenizer: Tokenizer, lengths: list[int]) -> list[list[int]]:
-    """Each begins at another word, so that no two are equal."""
+    """Make prompts that each begin at another word, so that no two are equal."""
     words = TEXT.split(" ")
     prompts = []
     for number, length in enumerate(lengths):

@@ -56,8 +56,8 @@ MODEL_SHAPES = {
 class RaggedBatch:
     """A batch as numpy arrays, as `PagedAttention` wants it; decodes come first.
 
-    Whatever belongs to no token of a sequence is NaN in the pool, or the largest number where
-    there is no NaN. kv_scales: of a pool of one byte a number, else None.
+    Slots of the pool that belong to no token of a sequence are NaN, or the largest number where
+    the type has no NaN. kv_scales: scales of a pool of one byte a number, else None.
     """
 
     query: np.ndarray
@@ -70,12 +70,12 @@ class RaggedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Without those of padding."""
+        """Number of tokens without padding."""
         return int(self.query_starts[-1])
 
     @property
     def slots(self) -> np.ndarray:
-        """Of the query tokens in the pool; those of padding are in the sink block."""
+        """Slot of each query token in the pool; padding has slots of the sink block."""
         slots, block_size = np.zeros(len(self.query), np.int32), self.pool.shape[1]
         for row, end in enumerate(self.context_lens):
             tokens = slice(self.query_starts[row], self.query_starts[row + 1])
@@ -106,10 +106,10 @@ def ragged_batch(
     pad_rows: int = 2,
     pad_tokens: int = 3,
 ) -> RaggedBatch:
-    """rows: (query_len, context_len) of each sequence, decodes first.
+    """Draw a batch. rows: (query_len, context_len) of each sequence, decodes first.
 
-    pool_dtype: that of the query by default.
-    window: nothing is there of tokens that no token of the batch sees any more.
+    pool_dtype: the type of the query by default.
+    window: slots of tokens that no token of the batch sees any more are poisoned.
 
     Blocks are out of order; every second row has half of the full blocks of its past in common with
     the row before it. Padding comes last: `pad_rows` empty rows, `pad_tokens` tokens of no row.
@@ -140,7 +140,7 @@ def ragged_batch(
 def _draw_pool(
     random: np.random.Generator, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Numbers about 1 in size, after the multiplication with the scales of each head if any."""
+    """Draw numbers that are about 1 in size once multiplied by the scales of their heads."""
     if dtype.itemsize > 1:
         return random.normal(size=shape).astype(dtype), None
     kv_scales = random.uniform(0.5, 1.5, shape[2]).astype(np.float32)

@@ -1,6 +1,6 @@
 """Pallas through Triton: the one module that knows JAX's names for it.
 
-JAX has deprecated this lowering, which is its only one for A100. Whatever replaces it is put beside
+JAX has deprecated this lowering, which is its only one for A100. Another lowering can be put beside
 it: nothing else here depends on it, and `supports` of a backend says what it can do.
 """
 
@@ -32,7 +32,7 @@ def triton_call(
     aliases: dict[int, int] | None = None,
     interpret: bool,
 ) -> Callable[..., Sequence[jax.Array]]:
-    """A kernel whose arguments are whole arrays in the device's memory, outputs last.
+    """Make a function of a kernel whose arguments are whole arrays, outputs last.
 
     aliases: input number -> number of the output that is the same memory.
     """

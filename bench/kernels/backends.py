@@ -25,15 +25,17 @@ BACKENDS = ("triton", "pallas-tpu", "xla")
 
 
 def default_block_size(config: EngineConfig, shape: AttentionShape, pool_dtype: jnp.dtype) -> int:
-    """Of an engine on this machine's first device, whatever backend is measured."""
+    """Block size that an engine chooses on this machine's first device."""
     device = jax.local_devices()[0]
     attention = make_backend(PLATFORM_BACKENDS.get(device.platform, "xla"), shape, device)
     return choose_block_size(config, attention, shape, pool_dtype)
 
 
 def backend_contender(name: str, case: Case, inputs: CaseInputs, *, tuning_file: Path) -> Contender:
-    """As an engine would take it on this machine's first device. On a CPU kernels could only be
-    interpreted, and the time of that says nothing."""
+    """Make a contender of a backend, with the sizes that an engine takes on the first device.
+
+    Raises `NotApplicable`, on a CPU for all kernels: the time of an interpreter says nothing.
+    """
     attention = backend_for(name, case)
     device = jax.local_devices()[0]
     attention = with_measured_sizes(
@@ -43,7 +45,7 @@ def backend_contender(name: str, case: Case, inputs: CaseInputs, *, tuning_file:
 
 
 def backend_for(name: str, case: Case) -> PagedAttention:
-    """With chosen sizes. Raises `NotApplicable`."""
+    """Make a backend with unmeasured sizes. Raises `NotApplicable`."""
     device = jax.local_devices()[0]
     attention = make_backend(name, case.shape, device)
     reason = reason_against(attention, device, case.pool_dtype, case.block_size)
@@ -53,7 +55,7 @@ def backend_for(name: str, case: Case) -> PagedAttention:
 
 
 def in_layout_of(attention: PagedAttention, inputs: CaseInputs) -> CaseInputs:
-    """The same pools, as the backend has them."""
+    """Convert the pools to the backend's layout."""
     num_blocks, block_size, num_heads, head_dim = inputs.poisoned.shape
     pool_shape = attention.pool_shape(
         num_blocks=num_blocks,
@@ -78,7 +80,7 @@ def in_layout_of(attention: PagedAttention, inputs: CaseInputs) -> CaseInputs:
 
 
 def attention_contender(attention: PagedAttention, case: Case, inputs: CaseInputs) -> Contender:
-    """inputs: in the backend's layout."""
+    """Make a contender of a backend. inputs: with pools in the backend's layout."""
 
     def attend(query: Array, pools: list[Array], metadata: Any, options: dict[str, Array]) -> Any:
         plan = attention.plan(

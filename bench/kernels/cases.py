@@ -43,7 +43,10 @@ CPU_WORKLOADS: dict[str, Rows] = {
 
 @dataclass(frozen=True)
 class Case:
-    """model: the name of `shape`. dtype: of the query; pool_dtype, block_size: of the KV cache."""
+    """One attention to time: heads of a model with one batch.
+
+    model: the name of `shape`. dtype: type of the query. pool_dtype, block_size: of the KV cache.
+    """
 
     model: str
     workload: str
@@ -80,7 +83,7 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """That must move: K/V that some token sees, queries and answers."""
+        """Bytes that must move: K/V that some token sees, queries and answers."""
         window = self.window or NO_WINDOW
         num_seen = sum(min(length, window + query_len - 1) for query_len, length in self.rows)
         heads = self.num_tokens * self.shape.num_heads * self.shape.head_dim
@@ -88,7 +91,7 @@ class Case:
 
     @property
     def num_operations(self) -> int:
-        """Of both matmuls, without what the masks hide."""
+        """Operations of both matmuls, without those that masks hide."""
         window = self.window or NO_WINDOW
         num_pairs = sum(
             int(np.minimum(np.arange(length - query_len, length) + 1, window).sum())
@@ -103,7 +106,9 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseInputs:
-    """pools: several with other contents, each for the same block table, [N, B, 2K, D] if not in
+    """Arrays of a case.
+
+    pools: several with other contents, each for the same block table, [N, B, 2K, D] if not in
     a backend's own layout. Slots that belong to no token are zero; in `poisoned`, the first pool
     once more, they are NaN or the largest number.
 
@@ -137,7 +142,7 @@ def select_cases(
     pool_dtype: jnp.dtype,
     choose_block_size: Callable[[AttentionShape], int],
 ) -> list[Case]:
-    """Those whose name, model/workload, matches a shell pattern."""
+    """Select the cases whose name, model/workload, matches a shell pattern."""
     workloads = CPU_WORKLOADS if is_cpu else WORKLOADS
     cases = [
         Case(model, workload, shape, rows, dtype, pool_dtype, choose_block_size(shape))
@@ -154,7 +159,7 @@ def select_cases(
 
 
 def draw_inputs(case: Case) -> CaseInputs:
-    """Blocks are out of order. Drawn on the device: pools may be gigabytes."""
+    """Draw inputs on the device, as pools may be gigabytes. Blocks are out of order."""
     num_pools = min(max(-(-ROTATED_BYTES // case.pool_bytes), MIN_POOLS), MAX_POOLS)
     random, shape, block_size = np.random.default_rng(0), case.shape, case.block_size
     query_key, pool_key = jax.random.split(jax.random.key(0))
@@ -202,7 +207,7 @@ def _draw_options(case: Case, random: np.random.Generator) -> dict[str, Array]:
 def _draw_pool(
     key: Array, shape: tuple[int, ...], dtype: jnp.dtype, is_written: Array
 ) -> Num[Array, "N B K2 D"]:
-    """Numbers about 1 in size, after the multiplication with scales if there are any."""
+    """Draw numbers that are about 1 in size once multiplied by their scales."""
 
     def draw(key, is_written):
         if dtype == jnp.int8:

@@ -14,14 +14,15 @@ from jpaged.bench.kernels.cases import Case, CaseInputs
 
 
 class NotApplicable(Exception):
-    """Why a contender cannot run a case."""
+    """A contender cannot run a case; the message says why."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """run: attends over every pool of the inputs, and returns the answers without waiting.
+    """One way to compute a case.
 
-    run_poisoned: the answer over the poisoned pool; None for peers, who may read what is not there.
+    run: attends over every pool of the inputs, and returns the answers without waiting.
+    run_poisoned: the answer over the poisoned pool; None for peers, which may read unused slots.
     """
 
     name: str
@@ -35,13 +36,13 @@ MakeContender = Callable[[Case, CaseInputs], Contender]
 
 
 def describe_failure(failure: Exception) -> str:
-    """In one line."""
+    """Describe a failure in one line."""
     message = str(failure).strip().partition("\n")[0]
     return f"failed: {type(failure).__name__}: {message:.200}"
 
 
 def chained(attend: Callable[[Array, Any], Array]) -> Callable[[Array, list[Any]], list[Array]]:
-    """One program that attends over one pool after the other, as the layers of a step do."""
+    """Make one program that attends over one pool after the other, as the layers of a step do."""
 
     def attend_all(query: Array, pools: list[Any]) -> list[Array]:
         answers = []
@@ -54,15 +55,17 @@ def chained(attend: Callable[[Array, Any], Array]) -> Callable[[Array, list[Any]
 
 
 def run_all(attend_all: Callable[[list[Any]], list[Any]], pools: list[Any]) -> list[Any]:
-    """In one program on a GPU, whose launch would else show. CPUs take much longer than to launch,
-    and long to compile."""
+    """Attend over all pools: in one program on a GPU, so that launches do not show.
+
+    On a CPU a launch is nothing beside the work, and large programs take long to compile.
+    """
     if jax.default_backend() != "cpu":
         return attend_all(pools)
     return [answer for pool in pools for answer in attend_all([pool])]
 
 
 def as_numpy(answer: Any, case: Case) -> Float[np.ndarray, "T H D"]:
-    """An answer of any contender in float32."""
+    """Convert an answer of any contender to float32."""
     if not isinstance(answer, jax.Array):
         answer = answer.transpose(1, 2).float().cpu().numpy()
         return answer.reshape(case.num_tokens, case.shape.num_heads, case.shape.head_dim)

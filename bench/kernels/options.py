@@ -9,7 +9,7 @@ from jpaged.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsOptions:
-    """Raises `ConfigError`."""
+    """Options of the benchmark. Raises `ConfigError`."""
 
     shapes: str = option(
         "*", "cases to run, model/workload, as a shell pattern; for example 'llama-3-8b/decode*'"
@@ -42,7 +42,7 @@ class KernelsOptions:
         self.engine_config()
 
     def engine_config(self) -> EngineConfig:
-        """What these options say of an engine."""
+        """Engine options that follow from these options."""
         return EngineConfig(
             dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype, block_size=self.block_size
         )

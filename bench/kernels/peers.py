@@ -33,7 +33,7 @@ def gather_dense(case: Case, inputs: CaseInputs) -> Contender:
 
 
 def bundled_for_gpus(case: Case, inputs: CaseInputs) -> Contender:
-    """JAX's own kernel for GPUs, over pools in its layout."""
+    """Make a contender of JAX's own kernel for GPUs, over pools in its layout."""
     if jax.default_backend() != "gpu":
         raise NotApplicable("runs on GPUs only")
     if not case.decode_only:
@@ -64,8 +64,11 @@ def bundled_for_gpus(case: Case, inputs: CaseInputs) -> Contender:
 
 
 def bundled_for_tpus(case: Case, inputs: CaseInputs) -> Contender:
-    """JAX's own kernel for TPUs, over pools in its layout: ours for other devices, with heads
-    filled up to whole registers. It takes the sizes that it has measured or chosen itself."""
+    """Make a contender of JAX's own kernel for TPUs.
+
+    Its pools are laid out as ours for other devices, with heads filled up to whole registers. It
+    takes the sizes that it has measured or chosen itself.
+    """
     if jax.default_backend() != "tpu":
         raise NotApplicable("runs on TPUs only")
     if case.shape.has_sinks:
@@ -79,7 +82,7 @@ def bundled_for_tpus(case: Case, inputs: CaseInputs) -> Contender:
 
 
 def ragged_attention(case: Case, inputs: CaseInputs) -> Callable[[Array, Array], Array]:
-    """Of queries and pool that are filled up."""
+    """Make the call of JAX's kernel; heads of queries and pool are filled up to whole registers."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     rows = (
@@ -108,7 +111,7 @@ def _fill_lanes(array: Array, *, lanes: int) -> Array:
 
 
 def torch_sdpa(case: Case, inputs: CaseInputs) -> Contender:
-    """torch's own choice of attention, over K/V that lie side by side already."""
+    """Make a contender of torch's own choice of attention, over K/V gathered beforehand."""
     if importlib.util.find_spec("torch") is None:
         raise NotApplicable("torch is not installed")
     if case.window is not None or case.shape.has_sinks or case.shape.softcap is not None:
@@ -126,7 +129,7 @@ def torch_sdpa(case: Case, inputs: CaseInputs) -> Contender:
     device = "cuda" if on_gpu else "cpu"
 
     def to_torch(array: Array) -> Any:
-        """[S, tokens, heads, D] -> [S, heads, tokens, D]"""
+        """Transpose [S, tokens, heads, D] to [S, heads, tokens, D]."""
         values = torch.from_numpy(np.array(array.astype(jnp.float32)))
         return values.to(device, getattr(torch, case.dtype.name)).transpose(1, 2).contiguous()
 

@@ -1,4 +1,4 @@
-"""The right answers of the benchmark of kernels: what differs from them is not timed."""
+"""Right answers of the benchmark of kernels: a contender that differs is not timed."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ REFERENCE_ROWS = 4
 
 
 class WrongAnswer(Exception):
-    """error: largest difference from the right one, perhaps NaN."""
+    """A wrong answer. error: largest difference from the right one, perhaps NaN."""
 
     def __init__(self, error: float) -> None:
         super().__init__(f"wrong by {error:.2g}, so not timed")
@@ -22,7 +22,7 @@ class WrongAnswer(Exception):
 
 
 def reference(case: Case, inputs: CaseInputs) -> Float[np.ndarray, "T H D"]:
-    """The right answer over the first pool."""
+    """Compute the right answer over the first pool."""
     attend = jax.jit(
         lambda query, pool: dense_attention(
             case,
@@ -44,8 +44,11 @@ def checked_seconds(
     *,
     seconds: float,
 ) -> tuple[float, float]:
-    """Largest difference from the right answer, and seconds of attention over one pool, measured
-    for about `seconds`. Raises `WrongAnswer`."""
+    """Check a contender, then time it for about `seconds`.
+
+    Returns the largest difference from the right answer, and the seconds of attention over one
+    pool. Raises `WrongAnswer`.
+    """
     error = _largest_error(case, contender, expected)
     if not error <= TOLERANCES[case.dtype.name]:
         raise WrongAnswer(error)
@@ -54,7 +57,7 @@ def checked_seconds(
 
 
 def _largest_error(case: Case, contender: Contender, expected: Float[np.ndarray, "T H D"]) -> float:
-    """NaN if there is one in an answer."""
+    """Largest difference from the right answer; NaN if an answer has a NaN."""
     answers = [contender.run()[0]]
     if contender.run_poisoned is not None:
         answers.append(contender.run_poisoned())
@@ -72,8 +75,9 @@ def dense_attention(
     dtype: jnp.dtype,
     num_rows_at_once: int,
 ) -> Float[Array, "T H D"]:
-    """Gathers all tokens of the sequences, padded to the longest, and attends over all of them:
-    what one would write without paged attention, and in float32 the reference of all answers.
+    """Gather all tokens of the sequences, padded to the longest, and attend over all of them.
+
+    This is what one would write without paged attention; in float32 it is the reference.
 
     num_rows_at_once: of decodes; chunks of prompts come one after the other.
     """

@@ -29,7 +29,7 @@ from pallas_kernels.testing import TOLERANCES
 
 @dataclass(frozen=True)
 class Result:
-    """Of one contender in one case. What was not measured is None, and `reason` says why.
+    """Result of one contender in one case. None: not measured; `reason` says why.
 
     error: largest difference from the reference. microseconds: of one layer's attention.
     limit: what takes longer for so much work, the "copy" or the "matmul" that was timed in the
@@ -52,7 +52,7 @@ class Result:
 
 
 def bench_kernels(options: KernelsOptions) -> None:
-    """Prints all results, and writes them to a file if there is to be one."""
+    """Print all results, and write them to a file if the options name one."""
     config = options.engine_config()
     dtype = compute_dtype(config)
     pool_dtype = kv_cache_dtype(config, dtype)
@@ -97,7 +97,7 @@ def bench_kernels(options: KernelsOptions) -> None:
 
 
 def contenders(tuning_file: Path) -> dict[str, MakeContender]:
-    """In this order; ours first. tuning_file: has measured sizes of ours."""
+    """List all contenders, ours first. tuning_file: has measured sizes of ours."""
     ours = {name: partial(backend_contender, name, tuning_file=tuning_file) for name in BACKENDS}
     return ours | PEERS
 
@@ -150,7 +150,7 @@ def _with_ratios(results: list[Result]) -> list[Result]:
 
 
 def _has_failed(result: Result) -> bool:
-    """Of ours: peers may do as they like."""
+    """Whether one of ours failed; a peer may."""
     is_left_out = result.reason is None or result.reason.startswith("left out")
     return result.is_ours and not is_left_out
 

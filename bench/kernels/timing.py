@@ -1,4 +1,4 @@
-"""Times of programs, and what this machine can do at most, measured the same way."""
+"""Times of programs, and the most that this machine can do, measured the same way."""
 
 import statistics
 import time
@@ -15,8 +15,10 @@ MIN_SAMPLES = 3
 
 
 def median_seconds(run: Callable[[], Any], wait: Callable[[Any], Any], *, seconds: float) -> float:
-    """Of one run, over samples of several, for about so many seconds. What is compiled at the first
-    run must have run before. wait: for a run to be done."""
+    """Median seconds of one run, over samples of several runs, measured for about `seconds`.
+
+    wait: waits for runs to be done. Programs must be compiled already.
+    """
 
     def sample(num_runs: int) -> float:
         started = time.perf_counter()
@@ -35,13 +37,13 @@ def median_seconds(run: Callable[[], Any], wait: Callable[[Any], Any], *, second
 
 @dataclass(frozen=True)
 class Ceilings:
-    """A copy in memory, each byte read and written counted, and a large matmul."""
+    """Speed of a copy in memory, counting bytes read and written, and of a large matmul."""
 
     copy_gb_per_s: float
     matmul_tflop_per_s: float
 
     def least_seconds(self, *, num_bytes: int, num_operations: int) -> tuple[float, str]:
-        """For so much work, and which of the two limits it."""
+        """Least seconds for so much work, and which of the two limits it."""
         return max(
             (num_bytes / self.copy_gb_per_s / 1e9, "copy"),
             (num_operations / self.matmul_tflop_per_s / 1e12, "matmul"),
@@ -61,7 +63,7 @@ def measure_ceilings(dtype: jnp.dtype, *, seconds: float) -> Ceilings:
 
 
 def _measure_copy(*, seconds: float) -> float:
-    """In place: new memory would have to be found first, which takes longer on a CPU."""
+    """Time a copy in place: finding new memory would take longer than copying on a CPU."""
     values = [jnp.zeros(COPY_BYTES // 4, jnp.float32)]
     increase = jax.jit(lambda values: values + 1, donate_argnums=0)
 

@@ -33,8 +33,10 @@ MAX_SHARE = 0.97  # of the time with chosen sizes; what gains less may be noise
 
 
 def tune_kernels(cases: Sequence[Case], tuning_file: Path, *, seconds: float) -> None:
-    """Prints what it measures, and keeps what is faster in the file. Raises `ConfigError` if there
-    is nothing to tune, or no way to keep it."""
+    """Print all measurements, and keep faster sizes in the file.
+
+    Raises `ConfigError` if there is nothing to tune or the file cannot be written.
+    """
     groups = _group_by_key(cases)
     entries = _read_for_writing(tuning_file)
     for key, group in groups.items():
@@ -50,7 +52,10 @@ def tune_kernels(cases: Sequence[Case], tuning_file: Path, *, seconds: float) ->
 def find_sizes(
     backend: str, cases: Sequence[Case], older: Sizes | None, *, seconds: float
 ) -> Sizes | None:
-    """None if nothing is faster than the chosen sizes by more than noise. older: tried, too."""
+    """Find sizes that beat the unmeasured ones by more than noise, or None.
+
+    older: sizes found before, which are tried as well.
+    """
     attention = backend_for(backend, cases[0])
     assert isinstance(attention, MosaicPagedAttention | TritonPagedAttention)
     chosen = attention.sizes(cases[0].pool_dtype)
@@ -71,7 +76,7 @@ def _measure(
     *,
     seconds: float,
 ) -> dict[Sizes, float]:
-    """Mean share of the first candidate's time, of all that do every case right."""
+    """Mean share of the first candidate's time, for each candidate that does every case right."""
     left, times = list(candidates), []
     for case in cases:
         times.append(_time_case(attention, case, left, seconds=seconds))
@@ -92,7 +97,7 @@ def _time_case(
     *,
     seconds: float,
 ) -> dict[Sizes, float]:
-    """Seconds, of those that do it right. Prints all."""
+    """Time each candidate that does the case right, and print all results."""
     print(f"  {case.name}", flush=True)
     inputs = draw_inputs(case)
     expected = reference(case, inputs)
@@ -128,7 +133,7 @@ def _with_sizes(
 
 
 def _neighbours(sizes: Sizes, cases: Sequence[Case]) -> list[Sizes]:
-    """With one size changed that some case depends on."""
+    """List sizes that differ in one value which some case depends on."""
     unused = "decode_" if all(case.num_decodes == 0 for case in cases) else None
     unused = "prefill_" if all(case.decode_only for case in cases) else unused
     neighbours = []
@@ -142,7 +147,7 @@ def _neighbours(sizes: Sizes, cases: Sequence[Case]) -> list[Sizes]:
 
 
 def _combine_best(origin: Sizes, shares: dict[Sizes, float]) -> Sizes:
-    """The best value of each size, from candidates that differ from the origin in that one."""
+    """Combine the best value of each size, from candidates that differ in that one."""
     changes = {}
     for name, value in asdict(origin).items():
         others = {
@@ -183,7 +188,7 @@ def _group_by_key(cases: Sequence[Case]) -> dict[TuningKey, list[Case]]:
 
 
 def _read_for_writing(path: Path) -> dict[TuningKey, Sizes]:
-    """Before anything is measured: it takes minutes."""
+    """Read the file, and refuse before minutes of measuring if it cannot be written."""
     folder = path.parent
     if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise _not_written(path, "it is not there or read-only")

@@ -42,7 +42,7 @@ class PagedAttention(Protocol):
     def name(self) -> str: ...
 
     def default_block_size(self, *, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
-        """Tokens of a block, where nobody says."""
+        """Tokens of a block when no option sets them."""
         ...
 
     def pool_shape(
@@ -52,9 +52,9 @@ class PagedAttention(Protocol):
         ...
 
     def largest_pool(self, *, num_blocks: int, block_shape: tuple[int, ...], itemsize: int) -> int:
-        """Most blocks, up to `num_blocks`, that a pool may have; for numbers of `itemsize` bytes.
+        """Largest number of blocks, up to `num_blocks`, of a pool with `itemsize` bytes a number.
 
-        block_shape: that of the pool without its first axis.
+        block_shape: the shape of the pool without its first axis.
         """
         ...
 
@@ -76,7 +76,7 @@ class PagedAttention(Protocol):
     def plan(
         self, metadata: AttentionMetadata, *, num_tokens: int, block_size: int, decode_only: bool
     ) -> Any:
-        """A pytree for `attend` of `num_tokens` tokens, T.
+        """Make the pytree that `attend` takes for `num_tokens` tokens, T.
 
         `decode_only` promises that every row is a decode or padding.
         """
@@ -108,7 +108,7 @@ class PagedAttention(Protocol):
         ...
 
     def gather_blocks(self, pool: Array, blocks: Int[Array, "P"]) -> Array:
-        """Copies of blocks of one layer, in order: [P, ...]."""
+        """Return copies of blocks of one layer, in order: [P, ...]."""
         ...
 
     def scatter_blocks(self, pool: Array, blocks: Int[Array, "P"], values: Array) -> Array:
@@ -130,11 +130,11 @@ class PagedAttention(Protocol):
     ) -> Float[Array, "T H D"]:
         """Causal attention of every token over its own sequence; rows of padding are finite.
 
-        window: a token sees so many tokens at most, itself included; one program serves layers of
-        any window if it is an array, and NO_WINDOW is wider than any context.
+        window: most tokens that a token sees, itself included. As an array it lets one program
+        serve layers of any window; NO_WINDOW is wider than any context.
         softcap: scores x become softcap * tanh(x / softcap), after the scale.
         sinks: a score of each head that takes part in the softmax and has no value.
-        kv_scales: those that the pool was written with.
+        kv_scales: the scales that the pool was written with.
         """
         ...
 

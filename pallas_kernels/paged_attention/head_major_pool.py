@@ -19,7 +19,7 @@ MAX_BLOCK_SIZE = 256
 
 
 def padded_width(head_dim: int) -> int:
-    """W. Keys and values of 64 dimensions fill the 128 lanes of a register together."""
+    """Return W. Keys and values of up to 64 dimensions share the 128 lanes of a register."""
     return LANES // 2 if head_dim <= LANES // 2 else -(-head_dim // LANES) * LANES
 
 
@@ -69,7 +69,7 @@ def stored_pairs(
     *,
     kv_scales: Float[Array, "K2"] | None = None,
 ) -> Num[Array, "T K W2"]:
-    """As a pool of `dtype` stores them."""
+    """Key and value of each token and head as a pool of `dtype` stores them."""
     if kv_scales is not None:
         key = key.astype(jnp.float32) / kv_scales[None, 0::2, None]
         value = value.astype(jnp.float32) / kv_scales[None, 1::2, None]

@@ -67,7 +67,7 @@ class InterleavedPool(BlockMoves):
 
 
 def to_storage(values: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
-    """Pools of one byte a number hold what is nearest in their range."""
+    """Convert to the type of a pool; types of one byte take the nearest number in their range."""
     if dtype.itemsize > 1:
         return values.astype(dtype)
     is_integer = jnp.issubdtype(dtype, jnp.integer)

@@ -48,7 +48,9 @@ class MosaicPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicPagedAttention(HeadMajorPool):
-    """group: query heads that share a KV head. interpret: how to run the kernels on a CPU, to test
+    """The backend of TPUs.
+
+    group: query heads that share a KV head. interpret: how to run the kernels on a CPU, to test
     them; see `jax.experimental.pallas.pallas_call`.
 
     fetch_bytes, vmem_limit: see `ChipSizes`. chunk_tokens: see `MosaicSizes`; None: chosen by the
@@ -118,7 +120,7 @@ class MosaicPagedAttention(HeadMajorPool):
         return self.num_kv_heads * block_size * 2 * padded_width(self.head_dim) * dtype.itemsize
 
     def vmem_bytes(self, block_size: int, dtype: jnp.dtype) -> int:
-        """Vector memory that a prefill takes, which is more than a decode does, about."""
+        """Estimate the vector memory of a prefill, which takes more than a decode."""
         longest = NO_WINDOW // block_size  # longer than any context
         shape = self._kernel_shape(dtype, block_size=block_size, num_table_blocks=longest)
         band_rows = BAND_ROWS[dtype.name]
@@ -186,7 +188,7 @@ class MosaicPagedAttention(HeadMajorPool):
         sinks: Float[Array, "H"] | None = None,
         kv_scales: Float[Array, "K2"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Num[Array, "N K B W2"]]:
-        """new_kv: None if the pool has the tokens' K/V already."""
+        """Attend, and write `new_kv` unless it is None because the pool has it already."""
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = pool.shape[1]
         expected = self.num_kv_heads, self.num_kv_heads * self.group, self.head_dim
@@ -237,7 +239,10 @@ class MosaicPagedAttention(HeadMajorPool):
         softcap: float | None = None,
         options: Collection[str] = (),
     ) -> MosaicShape:
-        """Of decodes. num_table_blocks: those of the longest context. options: by name."""
+        """Static description of the decode kernel.
+
+        num_table_blocks: blocks of the longest context. options: names of the options given.
+        """
         sizes = self.sizes(pool_dtype)
         block_bytes = self._block_bytes(block_size, pool_dtype)
         most_blocks = power_of_two_within(max(sizes.fetch_bytes // block_bytes, 1))
@@ -262,7 +267,7 @@ class MosaicPagedAttention(HeadMajorPool):
 
 
 def _heads_first(rows: Float[Array, "T K R lanes"], tile_tokens: int) -> Float[Array, "K TR lanes"]:
-    """With whole tiles of tokens."""
+    """Put heads first, and fill tokens up to whole tiles."""
     num_tokens, num_kv_heads, _, lanes = rows.shape
     rows = jnp.pad(rows, ((0, -num_tokens % tile_tokens), (0, 0), (0, 0), (0, 0)))
     return rows.swapaxes(0, 1).reshape(num_kv_heads, -1, lanes)

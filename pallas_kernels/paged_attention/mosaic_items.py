@@ -25,7 +25,7 @@ class WorkItems:
 
 
 def decode_items(decode_lens: Int[Array, "S"], *, num_tokens: int) -> WorkItems:
-    """Row s is token s, which is a tile by itself."""
+    """List the decodes: row s is token s, which is a tile by itself."""
     num_items = min(num_tokens, decode_lens.shape[0])
     numbers = jnp.arange(num_items, dtype=jnp.int32)
     zeros = jnp.zeros_like(numbers)
@@ -40,7 +40,7 @@ def prefill_items(
     num_tokens: int,
     tile_tokens: int,
 ) -> WorkItems:
-    """Tiles are neighbouring tokens of the batch: one with tokens of n rows is n items."""
+    """List the prefills. A tile of neighbouring tokens with tokens of n rows is n items."""
     num_rows = context_lens.shape[0]
     starts, ends = query_starts[:-1], query_starts[1:]
     is_prefill = (jnp.arange(num_rows, dtype=jnp.int32) >= num_decodes) & (ends > starts)
@@ -66,5 +66,5 @@ def prefill_items(
 
 
 def max_prefill_items(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
-    """Every row after the first may cut a tile in two."""
+    """Largest number of items: every row after the first may cut a tile in two."""
     return -(-num_tokens // tile_tokens) + min(num_rows, num_tokens) - 1

@@ -40,7 +40,9 @@ def attend_items(
     shape: MosaicShape,
     interpret: Any,
 ) -> tuple[Float[Array, "..."], Num[Array, "N K B W2"]]:
-    """Returns the answers and the pool, to which the tokens' K/V were written if there are any.
+    """Attend with all work items. Returns the answers and the pool.
+
+    The K/V of the items' tokens are written to the pool if `new_kv` is given.
 
     query, and the output: [T, K, G, lanes] for decodes, else [K, T * G, lanes].
     new_kv: [T, K, 1, 2W] for decodes, else [K, T, 2W]; numbers that the pool's type has.
@@ -91,7 +93,7 @@ def attend_items(
 
 
 def _table_spec(distance: int, num_items: int, num_table_blocks: int) -> pl.BlockSpec:
-    """The table row of the work item so many steps ahead."""
+    """Let a grid step read the block table of the work item `distance` steps ahead."""
 
     def row_of(item: Array, rows: Any, *_: Any) -> tuple[Any, int, int]:
         return rows[jnp.minimum(item + distance, num_items - 1)], 0, 0
@@ -183,7 +185,7 @@ def _visible_blocks(refs: Refs, item: Array, shape: MosaicShape) -> BlockRange:
 
 
 def _fetch_range(blocks: BlockRange, fetch: Array | int, shape: MosaicShape) -> BlockRange:
-    """Those of one buffer."""
+    """Blocks that one fetch brings into a buffer."""
     skipped = fetch * shape.fetch_blocks
     return BlockRange(
         blocks.first + skipped, jnp.minimum(blocks.count - skipped, shape.fetch_blocks)
@@ -200,7 +202,7 @@ def _start_copies(refs: Refs, table: Any, blocks: BlockRange, buffer: Array) -> 
 
 
 def _wait_for_copies(refs: Refs, blocks: BlockRange, buffer: Array, shape: MosaicShape) -> None:
-    """A semaphore counts bytes, so that one wait does for a full buffer."""
+    """Wait for the blocks of a buffer. A semaphore counts bytes: one wait does for a full one."""
     arrival = refs.arrivals.at[buffer]
 
     @pl.when(blocks.count == shape.fetch_blocks)
@@ -219,7 +221,7 @@ def _wait_for_copies(refs: Refs, blocks: BlockRange, buffer: Array, shape: Mosai
 def _clear_invisible(
     refs: Refs, fetched: BlockRange, item: Array, buffer: Array, shape: MosaicShape
 ) -> None:
-    """Zeros for what no token sees of the first and the last block: it may be NaN."""
+    """Zero the slots of the first and the last block that no token sees: they may be NaN."""
     size = shape.block_size
     end = refs.ends[item] - fetched.first * size
 
@@ -243,7 +245,7 @@ def _clear_invisible(
 
 
 def _reset_softmax(refs: Refs, shape: MosaicShape) -> None:
-    """A sink is a score that is there from the start."""
+    """Begin a softmax. A sink is a score that takes part from the start."""
     size = refs.maximum.shape
     if shape.has_sinks:
         refs.maximum[...] = jnp.broadcast_to(refs.sinks[...], size)
@@ -255,7 +257,7 @@ def _reset_softmax(refs: Refs, shape: MosaicShape) -> None:
 
 
 def _query_positions(refs: Refs, item: Array, shape: MosaicShape) -> Array:
-    """Of each row in its sequence: [R, 1], or one number for all rows of a decode."""
+    """Position of each row's query in its sequence: [R, 1]; a scalar for a decode."""
     if shape.tile_tokens == 1:
         return refs.ends[item] - 1
     first = refs.ends[item] - refs.counts[item] - refs.tokens[item]
@@ -321,7 +323,7 @@ def _attend_keys(
 
 
 def _matmul(left: Array, right: Array, *, contract: int) -> Float[Array, "I O"]:
-    """contract: the axis of `right` that is summed over."""
+    """Multiply into float32. contract: the axis of `right` that is summed over."""
     is_wide = left.dtype == jnp.float32
     return lax.dot_general(
         left,
@@ -333,7 +335,7 @@ def _matmul(left: Array, right: Array, *, contract: int) -> Float[Array, "I O"]:
 
 
 def _store_output(refs: Refs, item: Array, shape: MosaicShape) -> None:
-    """Other items may have written other tokens of the same tile just before."""
+    """Store the item's tokens. Items before it may have stored other tokens of the same tile."""
     before = jnp.maximum(item - 1, 0)
     is_first_of_tile = (item == 0) | (refs.tiles[before] != refs.tiles[item])
     tokens = _row_tokens(shape) - refs.tokens[item]

@@ -1,4 +1,4 @@
-"""The vector memory of a TPU that the kernel takes."""
+"""Vector memory of a TPU that the kernel takes."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from pallas_kernels.paged_attention.mosaic_refs import MosaicShape, heads_at_a_t
 
 
 def tile_spec(shape: MosaicShape, rows: int, lanes: int) -> pl.BlockSpec:
-    """Of an array with so many rows a token and KV head."""
+    """Blocks of an array that has `rows` rows a token and KV head."""
     if shape.tile_tokens == 1:
         size = (None, shape.num_kv_heads, rows, lanes)
         return pl.BlockSpec(size, lambda item, rows, tiles, *_: (tiles[item], 0, 0, 0))
@@ -38,7 +38,7 @@ def scratch_shapes(shape: MosaicShape, pool_dtype: jnp.dtype) -> list[Any]:
 
 
 def kernel_vmem_bytes(shape: MosaicShape, pool_dtype: jnp.dtype) -> int:
-    """That the kernel takes, a little more rather than less for the models that tests compile.
+    """Estimate the bytes that the kernel takes, rather a little too many than too few.
 
     Tiles of queries, answers and new K/V are there twice, as the next one comes while one is
     computed with. The compiler puts aside scores and weighted sums of the heads that it works on

@@ -17,7 +17,7 @@ class MosaicShape:
     """Everything static that the kernel depends on.
 
     width: W of the pool. tile_tokens: query tokens of a tile; 1 for decodes.
-    fetch_blocks: K/V blocks of a buffer. chunk_blocks: those of one matmul, a divisor of it.
+    fetch_blocks: K/V blocks of a buffer. chunk_blocks: K/V blocks of one matmul, a divisor of it.
     band_rows: rows of a block that are written at once; 0 if K/V are not written.
     """
 
@@ -50,8 +50,11 @@ class MosaicShape:
 
     @property
     def lanes(self) -> int:
-        """Of queries and outputs. Where a register holds a key and a value, queries end in zeros
-        and outputs begin with what is not needed: no lane has to move."""
+        """Lanes of queries and outputs.
+
+        Where a register holds a key and a value, queries end in zeros and outputs begin with lanes
+        that are dropped, so that no lane has to move.
+        """
         return max(self.width, LANES)
 
 
@@ -110,7 +113,7 @@ def heads_at_a_time(num_heads: int) -> int:
 
 
 def for_each_head(num_heads: int, body: Callable[[Array | int], None]) -> None:
-    """Several at a time, for a matmul of one to overlap with the softmax of another."""
+    """Loop over heads, several a turn: the matmul of one overlaps with the softmax of another."""
     unrolled = heads_at_a_time(num_heads)
 
     def some(index: Array | int, _: None) -> None:

@@ -1,4 +1,4 @@
-"""How much the TPU kernel moves and multiplies at a time, where nothing was measured."""
+"""How much the TPU kernel moves and multiplies at a time unless a measurement says otherwise."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,9 @@ MAX_TILE_NUMBERS = 1 << 18  # of the queries in a prefill tile
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicSizes:
-    """fetch_bytes: K/V copied at a time; while they are computed with, as many are on their way.
+    """Sizes that a measurement may choose.
+
+    fetch_bytes: K/V copied at a time; while they are computed with, as many are on their way.
 
     chunk_tokens: K/V tokens of one matmul. prefill_queries: query tokens of a prefill tile.
     """
@@ -28,7 +30,9 @@ class MosaicSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ChipSizes:
-    """fetch_bytes: as above. vmem_limit: bytes of vector memory that a kernel may take."""
+    """Sizes of one kind of chip.
+
+    fetch_bytes: K/V copied at a time. vmem_limit: bytes of vector memory that a kernel may take."""
 
     fetch_bytes: int = 2 * MIB
     vmem_limit: int = 15 * MIB
@@ -59,19 +63,24 @@ CHIPS = {
 
 
 def chip_sizes(device_kind: str) -> ChipSizes:
-    """Those of v4, which has least, for a chip that is not known."""
+    """Sizes of a chip; an unknown one gets the sizes of v4, which has least memory."""
     return CHIPS.get(device_kind, V4)
 
 
 def choose_chunk_tokens(dtype: jnp.dtype) -> int:
-    """512: what a matmul needs to start and to end is little beside that. Float32 takes several
+    """K/V tokens of one matmul.
+
+    With 512, what a matmul needs to start and to end is little beside that. Float32 takes several
     matmuls for each, whose parts need memory as well."""
     return 128 if dtype == jnp.float32 else 512
 
 
 def choose_prefill_queries(num_kv_heads: int, group: int, head_dim: int) -> int:
-    """K/V are read once for all tokens of a tile: as many as fill the rows of a matmul and leave
-    room for K/V in v4's memory."""
+    """Query tokens of a prefill tile.
+
+    K/V are read once for all tokens of a tile, so there are as many as fill the rows of a
+    matmul and leave room for K/V in v4's memory.
+    """
     numbers = num_kv_heads * group * max(padded_width(head_dim), LANES)
     most = min(MAX_TILE_TOKENS, MAX_MATMUL_ROWS // group, MAX_TILE_NUMBERS // numbers)
     return max(power_of_two_within(most), MIN_TILE_TOKENS)

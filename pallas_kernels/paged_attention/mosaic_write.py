@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.mosaic_refs import BlockRange, MosaicShape, 
 
 
 def stage_new(refs: Refs, item: Array, shape: MosaicShape) -> None:
-    """Puts the item's new K/V where they lie in their bands. What else there is has no meaning."""
+    """Put the item's new K/V where they lie in their bands. Other staged rows have no meaning."""
     if shape.tile_tokens == 1:
         new = refs.new_kv[...].astype(refs.staged.dtype)
         refs.staged[...] = jnp.broadcast_to(new, refs.staged.shape)
@@ -42,7 +42,7 @@ def stage_new(refs: Refs, item: Array, shape: MosaicShape) -> None:
 def start_writing(
     refs: Refs, fetched: BlockRange, item: Array, buffer: Array, shape: MosaicShape
 ) -> None:
-    """The new K/V that belong to the blocks of the buffer, into both buffer and pool."""
+    """Merge the new K/V of the fetched blocks into the buffer, and start writing to the pool."""
     end = refs.ends[item]
     first = end - refs.counts[item]
 
@@ -81,7 +81,7 @@ def _for_each_band(
     shape: MosaicShape,
     body: Callable[[Array, Array], None],
 ) -> None:
-    """`body(band, its first position)` for bands with new tokens in these blocks."""
+    """Call `body(band, its first position)` for each band with new tokens in these blocks."""
     size, band_rows = shape.block_size, shape.band_rows
     end = refs.ends[item]
     origin = (end - refs.counts[item]) // band_rows * band_rows

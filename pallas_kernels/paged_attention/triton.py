@@ -35,8 +35,11 @@ DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e5m2", "float8_e4m3f
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TritonPlan:
-    """decode_lens: context of the rows that are decodes, else 0. query_tiles: all other tokens;
-    None if every row is a decode or padding."""
+    """What all layers of a step share.
+
+    decode_lens: context of each row that is a decode, 0 of the others. query_tiles: all other
+    tokens; None if every row is a decode or padding.
+    """
 
     block_tables: Int[Array, "S M"]
     decode_lens: Int[Array, "S"]
@@ -45,7 +48,9 @@ class TritonPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPagedAttention(InterleavedPool):
-    """group: query heads that share a KV head. interpret: run the kernels as plain XLA, to test
+    """The backend of NVIDIA GPUs.
+
+    group: query heads that share a KV head. interpret: run the kernels as plain XLA, to test
     them on a CPU. measured: sizes to take instead of those that `triton_sizes` chooses."""
 
     group: int

@@ -54,10 +54,10 @@ def decode(
     interpret: bool,
     num_splits: int | None = None,
 ) -> Float[Array, "T H D"]:
-    """Row s attends with token s; rows of length 0 get zeros, and tokens from S on nothing.
+    """Let row s attend with token s; rows of length 0 get zeros, and tokens from S on nothing.
 
-    options: those of `OptionRefs` that `shape` has. wanted_programs: decide the number of splits
-    if it is None.
+    options: the options of `OptionRefs` that `shape` has.
+    wanted_programs: decide the number of splits if it is None.
     """
     num_rows = min(query.shape[0], context_lens.shape[0])
     num_head_programs = shape.num_kv_heads * num_head_chunks(shape)
@@ -105,7 +105,7 @@ def decode_kv_bytes_read(
     num_splits: int,
     window: int | None = None,
 ) -> int:
-    """K/V and block numbers that all programs read, tile by tile."""
+    """Count the bytes of K/V and block numbers that all programs read."""
     num_tokens = 0
     window_array = None if window is None else jnp.int32(window)
     first = first_visible(context_lens - 1, window_array)
@@ -164,7 +164,7 @@ def _decode_kernel(*refs: Any, shape: KernelShape, num_splits: int) -> None:
 
 
 def _reduce_kernel(*refs: Any, shape: KernelShape, num_splits: int) -> None:
-    """Adds up the splits of one query head; those without tokens hold anything."""
+    """Add up the splits of one query head. Nothing was stored for a split without tokens."""
     maximum_ref, denominator_ref, total_ref, lens_ref, *rest = refs
     options, (out_ref,) = split_options(rest, shape)
     row, head = pl.program_id(0), pl.program_id(1)

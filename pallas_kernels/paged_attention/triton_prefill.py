@@ -50,7 +50,7 @@ def cut_query_tiles(
     num_tokens: int,
     tile_tokens: int,
 ) -> QueryTiles:
-    """Every token behind the decodes is in one tile, tokens of padding included."""
+    """Cut all tokens behind the decodes into tiles, tokens of padding included."""
     num_rows = context_lens.shape[0]
     # One more row holds the tokens of padding, which have no context.
     starts, ends = query_starts, jnp.append(query_starts[1:], jnp.int32(num_tokens))
@@ -73,7 +73,10 @@ def cut_query_tiles(
 
 
 def max_query_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
-    """Of any way to share out the tokens. A row of n tokens has at most (n - 1) / tile + 1."""
+    """Largest number of tiles, however the tokens are shared out over the rows.
+
+    A row of n tokens has at most (n - 1) / tile + 1.
+    """
     most_rows = min(num_rows + 1, num_tokens)
     return (num_tokens - most_rows) // tile_tokens + most_rows
 
@@ -98,9 +101,9 @@ def prefill(
     shape: KernelShape,
     interpret: bool,
 ) -> Float[Array, "T H D"]:
-    """`decoded`, in place, with the tokens of all tiles overwritten.
+    """Overwrite the tokens of all tiles in `decoded`, in place.
 
-    options: those of `OptionRefs` that `shape` has.
+    options: the options of `OptionRefs` that `shape` has.
     """
     num_chunks = -(-shape.group // tile_heads(shape.group, shape.rows))
     inputs = (query, pool, block_tables, tiles.rows, tiles.tokens, tiles.counts, tiles.ends)

@@ -1,4 +1,4 @@
-"""How GPU kernels cut up their work, where nothing was measured.
+"""How GPU kernels cut up their work unless a measurement says otherwise.
 
 - `decode_tile`: as many K/V tokens as make 16 KiB of keys (64 of 128 dimensions in bfloat16), of
   which `decode_stages` are on their way at once: enough to hide the time that memory takes to
@@ -25,7 +25,9 @@ TILES, WARPS, STAGES = powers_of_two(16, 256), powers_of_two(1, 16), (1, 2, 3, 4
 
 @dataclass(frozen=True, kw_only=True)
 class TritonSizes:
-    """tile: K/V tokens a tile. warps: of a program. stages: tiles on their way at once.
+    """Sizes that a measurement may choose.
+
+    tile: K/V tokens a tile. warps: of a program. stages: tiles on their way at once.
 
     decode_programs: a sequence is split until there are so many.
     prefill_rows: query rows of a program, tokens times heads.
@@ -42,7 +44,7 @@ class TritonSizes:
 
 
 def choose_sizes(group: int, head_dim: int, itemsize: int) -> TritonSizes:
-    """itemsize: of a number in the pool."""
+    """Choose all sizes. itemsize: bytes of a number in the pool."""
     return TritonSizes(
         decode_tile=_decode_tile(group, head_dim, itemsize),
         decode_warps=8 if decode_rows(group, head_dim) > 64 else 4,
@@ -56,7 +58,7 @@ def choose_sizes(group: int, head_dim: int, itemsize: int) -> TritonSizes:
 
 
 def choose_num_splits(num_programs: int, max_tiles: int, wanted: int = WANTED_PROGRAMS) -> int:
-    """A power of two. num_programs: those there are with one split."""
+    """Choose a power of two. num_programs: number of programs with one split."""
     wanted_splits = -(-wanted // num_programs)
     useful = -(-max_tiles // MIN_SPLIT_TILES)
     return min(power_of_two_from(min(wanted_splits, useful)), MAX_SPLITS)

@@ -52,7 +52,7 @@ class KernelShape:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Triton knows only powers of two, and the tensor cores want 16."""
+    """Fill up a head dimension: Triton takes powers of two only, tensor cores at least 16."""
     return max(16, power_of_two_from(head_dim))
 
 
@@ -175,7 +175,7 @@ def scaled_scores(
 
 
 def matmul(left: Float[Array, "I J"], right: Float[Array, "J O"]) -> Float[Array, "I O"]:
-    """In tensor cores; float32 without their rounding to 10 bits."""
+    """Multiply in tensor cores; float32 without their rounding to 10 bits."""
     is_wide = left.dtype == jnp.float32
     return dot(left, right, precision=lax.Precision.HIGHEST if is_wide else None)
 
@@ -213,12 +213,12 @@ class OptionRefs(NamedTuple):
 
 
 def split_options(refs: Sequence[Any], shape: KernelShape) -> tuple[OptionRefs, list[Any]]:
-    """The options among `refs`, and what follows them."""
+    """Split `refs` into the options and the references that follow them."""
     rest = list(refs)
     flags = shape.has_window, shape.has_sinks, shape.has_kv_scales
     return OptionRefs(*[rest.pop(0) if flag else None for flag in flags]), rest
 
 
 def dot_dtype(query: Any, pool: Any) -> jnp.dtype:
-    """What products are computed in: pools of short numbers only store them."""
+    """Type that products are computed in: types of one byte only store K/V."""
     return query.dtype if pool.dtype.itemsize == 1 else pool.dtype

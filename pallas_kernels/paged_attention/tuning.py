@@ -1,7 +1,7 @@
-"""Sizes of kernels that were measured, by device and by the shape of the attention.
+"""Measured sizes of kernels, by device and by the shape of the attention.
 
-A file of them is a JSON list of objects: the fields of `TuningKey`, and as "sizes" all those of the
-backend. What a file does not have the backends choose; see `mosaic_sizes` and `triton_sizes`.
+A file of them is a JSON list of objects: the fields of `TuningKey`, and as "sizes" all sizes of the
+backend. Backends choose sizes that no file has; see `mosaic_sizes` and `triton_sizes`.
 `tuning.json` comes with the kernels.
 """
 
@@ -23,12 +23,15 @@ Sizes = MosaicSizes | TritonSizes
 
 
 class TuningError(Exception):
-    """Of a file that cannot be used. The message names it, the entry and the field."""
+    """A tuning file that cannot be used. The message names the file, the entry and the field."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningKey:
-    """device: `jax.Device.device_kind`. backend: its name. pool_dtype: name of the pool's type."""
+    """What sizes were measured for.
+
+    device: `jax.Device.device_kind`. backend: its name. pool_dtype: name of the pool's type.
+    """
 
     device: str
     backend: str
@@ -43,7 +46,7 @@ class TuningKey:
 
 
 def read_sizes(path: Path) -> dict[TuningKey, Sizes]:
-    """All entries, each checked as far as it can be without its device."""
+    """Read all entries, each checked as far as possible without its device."""
     try:
         entries = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -63,7 +66,7 @@ def read_sizes(path: Path) -> dict[TuningKey, Sizes]:
 
 
 def write_sizes(path: Path, entries: Mapping[TuningKey, Sizes]) -> None:
-    """One entry a line, sorted. Raises OSError; then the file is as it was."""
+    """Write one entry a line, sorted. If it raises OSError the file is unchanged."""
     lines = [
         json.dumps({**asdict(key), "sizes": asdict(entries[key])})
         for key in sorted(entries, key=astuple)
@@ -95,7 +98,7 @@ def _read_entry(entry: Any, where: str) -> tuple[TuningKey, Sizes]:
 
 
 def _read_fields(values: Any, names: list[str], where: str) -> dict[str, Any]:
-    """`values`, if they are an object with just these names."""
+    """Return `values`, which must be an object with just these names."""
     if not isinstance(values, dict):
         raise TuningError(f"{where}: an object is needed, got {values!r:.50}")
     for name in values:
