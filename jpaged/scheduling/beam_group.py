@@ -1,11 +1,12 @@
 """A request answered by beam search. Host side only: imports no JAX."""
 
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from os.path import commonprefix
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
-from jpaged.scheduling.beam_search import BeamSearch, Candidate, Step
+from jpaged.scheduling.beam_search import BeamSearch, Candidate, Step, reported_score
 from jpaged.scheduling.request import Progress, Request
 from jpaged.scheduling.request_group import RequestGroup
 
@@ -14,7 +15,7 @@ from jpaged.scheduling.request_group import RequestGroup
 class Hypothesis:
     """A sequence that ended."""
 
-    score: float
+    score: Decimal
     completion: CompletionOutput
 
 
@@ -66,7 +67,7 @@ class BeamGroup(RequestGroup):
         step = self.search.advance([self._reports[beam] for beam in self.beams], self._stops)
         for candidate, score in step.hypotheses:
             self._hypotheses.append(Hypothesis(score, self._completion(candidate, score)))
-        self._hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        self._hypotheses.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
         del self._hypotheses[self.beam_params.beam_width :]
         return step
 
@@ -84,9 +85,11 @@ class BeamGroup(RequestGroup):
             return
         for beam, logprob in zip(self.beams, self.search.cumulative_logprobs, strict=True):
             score = self.search.score(logprob)
-            completion = replace(beam.completion(), cumulative_logprob=logprob, score=score)
+            completion = replace(
+                beam.completion(), cumulative_logprob=logprob, score=reported_score(score)
+            )
             self._hypotheses.append(Hypothesis(score, completion))
-        self._hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        self._hypotheses.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
 
     def _grown(self, candidate: Candidate) -> Progress:
         """A copy of what the candidate's beam has, and the new token."""
@@ -112,7 +115,7 @@ class BeamGroup(RequestGroup):
             return True
         return bool(self.params.stop) and self._grown(candidate).stop_string is not None
 
-    def _completion(self, candidate: Candidate, score: float) -> CompletionOutput:
+    def _completion(self, candidate: Candidate, score: Decimal) -> CompletionOutput:
         beam, progress = self.beams[candidate.beam], self._grown(candidate)
         if progress.detokenizer is not None:
             progress.detokenizer.finish()
@@ -127,7 +130,7 @@ class BeamGroup(RequestGroup):
             stop_reason=progress.stop_string or (candidate.token_id if is_listed else None),
             logprobs=None if self.params.logprobs is None else tuple(progress.logprobs),
             cumulative_logprob=candidate.cumulative_logprob,
-            score=score,
+            score=reported_score(score),
         )
 
     def _completions(self) -> tuple[CompletionOutput, ...]:

@@ -1,4 +1,4 @@
-"""Which sequences beam search keeps. Host side only: imports no JAX.
+"""Chooses the sequences that a beam search keeps. Host side only: imports no JAX.
 
 Follows the beam search of Hugging Face transformers, step by step: of the candidates of all beams
 the best (1 + number of ways to stop) * width are looked at; those of the best `width` that stop
@@ -6,17 +6,21 @@ become hypotheses, and the best `width` that do not stop go on. A hypothesis' sc
 cumulative log-probability / length ** length_penalty.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Context, Decimal
 
 from jpaged.outputs import TokenLogprobs
 
-IMPOSSIBLE = -1e9  # score of beams that do not exist yet
+IMPOSSIBLE = -1e9  # cumulative log-probability of beams that do not exist yet
+# 1300 ** 100 is beyond the range of floats; decimal numbers hold any accepted length and penalty.
+_DECIMAL = Context(prec=28, Emin=-999_999, Emax=999_999, traps=[])
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A beam of the step before (its index) and one more token."""
+    """One more token for a beam, which is named by its index among the beams of this step."""
 
     beam: int
     token_id: int
@@ -26,16 +30,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Step:
-    """survivors: the beams of the next step, best first; none when the search is over. They are
-    fewer than before only if stop strings ended nearly all candidates.
-    hypotheses: candidates that ended in this step and may be answers, with their scores."""
+    """What a step of the search has chosen.
+
+    survivors: the beams of the next step, best first; none when the search is over. They are
+        fewer than before only if stop strings ended nearly all candidates.
+    hypotheses: candidates that ended in this step and may be answers, with their scores.
+    """
 
     survivors: list[Candidate]
-    hypotheses: list[tuple[Candidate, float]]
+    hypotheses: list[tuple[Candidate, Decimal]]
 
 
 class BeamSearch:
-    """Scores of the beams, and of the best hypotheses so far."""
+    """Keeps the scores of the beams and of the best hypotheses so far."""
 
     def __init__(
         self,
@@ -52,7 +59,7 @@ class BeamSearch:
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.num_tokens = 0
-        self.hypothesis_scores: list[float] = []
+        self.hypothesis_scores: list[Decimal] = []
         # All beams begin with the prompt: only one of them counts in the first step.
         self.cumulative_logprobs = [0.0] + [IMPOSSIBLE] * (width - 1)
 
@@ -75,9 +82,10 @@ class BeamSearch:
         is_over = not survivors or not self._can_improve()
         return Step([] if is_over else survivors, hypotheses)
 
-    def score(self, cumulative_logprob: float) -> float:
-        """Of a sequence that has `num_tokens` tokens now."""
-        return cumulative_logprob / self.num_tokens**self.length_penalty
+    def score(self, cumulative_logprob: float) -> Decimal:
+        """Return the score of a sequence of the current length, `num_tokens`."""
+        divisor = _DECIMAL.power(Decimal(self.num_tokens), Decimal(self.length_penalty))
+        return _DECIMAL.divide(Decimal(cumulative_logprob), divisor)
 
     def _best_candidates(self, reports: Sequence[TokenLogprobs]) -> list[Candidate]:
         candidates = [
@@ -89,15 +97,14 @@ class BeamSearch:
         return candidates[: self.num_candidates]
 
     def _keep_best(
-        self, hypotheses: list[tuple[Candidate, float]]
-    ) -> list[tuple[Candidate, float]]:
+        self, hypotheses: list[tuple[Candidate, Decimal]]
+    ) -> list[tuple[Candidate, Decimal]]:
         """Add hypotheses that are among the best `width` of all; return those."""
         if self.early_stopping and len(self.hypothesis_scores) >= self.width:
             return []
         scores = self.hypothesis_scores + [score for _, score in hypotheses]
         self.hypothesis_scores = sorted(scores, reverse=True)[: self.width]
-        worst = self.hypothesis_scores[-1] if self.hypothesis_scores else IMPOSSIBLE
-        return [each for each in hypotheses if each[1] >= worst]
+        return [each for each in hypotheses if each[1] >= self.hypothesis_scores[-1]]
 
     def _can_improve(self) -> bool:
         """Whether the best beam, ended now, would be among the hypotheses."""
@@ -105,3 +112,8 @@ class BeamSearch:
             return True
         best = self.score(self.cumulative_logprobs[0])
         return not self.early_stopping and best > self.hypothesis_scores[-1]
+
+
+def reported_score(score: Decimal) -> float:
+    """Return the nearest finite float, which is the largest one for scores beyond its range."""
+    return max(float(score), -sys.float_info.max)
