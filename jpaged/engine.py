@@ -317,7 +317,7 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             kv_cache_usage=self.block_pool.usage,
             kv_cache_block_fill=self.scheduler.block_fill,
-            num_tokens=batch.num_tokens,
+            num_tokens=batch.num_tokens + batch.num_hidden_tokens,
             num_preemptions=len(batch.preempted),
             num_swap_outs=sum(len(out.swapped.tables) for out in batch.swap_outs),
             num_swapped=self.scheduler.num_swapped,

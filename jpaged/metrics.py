@@ -70,7 +70,8 @@ class Metrics:
 
         kv_cache_usage: share of the blocks in use, from 0 to 1.
         kv_cache_block_fill: share of the slots of those blocks that hold tokens, from 0 to 1.
-        num_tokens: tokens computed in this step; 0 records the state alone.
+        num_tokens: tokens computed in this step, and those copied from partly equal blocks of
+            the prefix cache; 0 records the state alone.
         num_preemptions: requests preempted since the call before.
         num_swap_outs: those of them whose blocks went to host memory.
         num_swapped: requests whose blocks are there now.
@@ -157,7 +158,9 @@ class Metrics:
             "num_swap_outs", "Preemptions that moved KV blocks to host memory"
         )
         self._iteration_tokens = self._histogram(
-            "iteration_tokens_total", "Tokens computed in a step", ITERATION_TOKENS_BUCKETS
+            "iteration_tokens_total",
+            "Tokens computed in a step, or copied from partly equal cached blocks",
+            ITERATION_TOKENS_BUCKETS,
         )
 
     def _make_token_metrics(self) -> None:
@@ -169,7 +172,7 @@ class Metrics:
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
         )
         self._prefix_cache_hits = self._counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache"
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache, in whole blocks"
         )
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_BUCKETS

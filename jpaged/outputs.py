@@ -61,7 +61,8 @@ class RequestOutput:
     """A request's prompt and its answers so far.
 
     prompt: None when the prompt came as token ids.
-    num_cached_tokens: prompt tokens that were not computed but found in the prefix cache.
+    num_cached_tokens: prompt tokens that were not computed but found in the prefix cache, in
+        whole blocks: a multiple of the block size.
     prompt_logprobs: an entry a prompt token once all are there, that of the first token being
         None; None when none were asked for.
     """

@@ -28,6 +28,14 @@ class BlockTables:
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_reported(self, num_cached_tokens: int) -> int:
+        """Return how many of the tokens found in the prefix cache clients and metrics learn of.
+
+        Only whole blocks count: exact numbers would tell a client whether its guess of one more
+        token of another client's prompt is right, so it could read the prompt token by token.
+        """
+        return num_cached_tokens // self.block_size * self.block_size
+
     def register(self, request: Request) -> None:
         """Let others find what launched steps have written for the request."""
         if self.prefix_cache is not None:

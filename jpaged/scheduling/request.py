@@ -56,7 +56,8 @@ class Request:
         about progress.
     num_in_flight_tokens: tokens sampled by launched steps and not read by the host yet. Their
         ids are on the device; `num_tokens` counts them.
-    num_cached_tokens: prompt tokens that the prefix cache had when the request first ran.
+    num_cached_tokens: prompt tokens in whole blocks that the prefix cache had when the request
+        first ran.
     cache_keys: what K/V depend on besides the tokens before, by tag; see `prefix_cache`.
     block_digests: names of the request's full blocks, as far as they were needed.
     num_registered_blocks: blocks whose content was made known to the prefix cache.

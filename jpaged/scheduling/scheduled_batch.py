@@ -36,6 +36,8 @@ class ScheduledBatch:
     swap_outs, swap_ins: blocks to move to host memory, and back; never both. They come first.
     copies: blocks to copy (from, to) before anything is computed, all at the same time.
     num_outputs: tokens whose logits are used.
+    num_hidden_tokens: tokens that need not be computed as they were in the prefix cache, but that
+        nobody outside may know of; see `BlockTables.num_reported`.
     finished: requests that scheduling itself has ended, since the pool cannot hold more of them.
     """
 
@@ -48,6 +50,7 @@ class ScheduledBatch:
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
     num_outputs: int = 0
+    num_hidden_tokens: int = 0
 
     def add_decode(self, row: ScheduledRequest) -> None:
         self.decodes.append(row)

@@ -198,7 +198,8 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
             # What a preempted request finds again later is no hit.
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = self.tables.num_reported(request.num_computed_tokens)
+            batch.num_hidden_tokens += request.num_computed_tokens - request.num_cached_tokens
 
     def _run(self, request: Request) -> None:
         self.running.append(request)

@@ -85,7 +85,7 @@ def test_cached_tokens_keep_their_scores(folder, make_llm, cold):
             np.testing.assert_allclose(values(output), wanted, atol=1e-4)
             hits.append(output.num_cached_tokens)
         # The last of 32 known tokens is computed again, for the score of the token behind it.
-        assert hits == [0, 31, 31]
+        assert hits == [0, 16, 16]  # whole blocks
 
 
 def test_scores_that_nobody_kept_are_computed(folder, make_llm, cold):
@@ -94,14 +94,14 @@ def test_scores_that_nobody_kept_are_computed(folder, make_llm, cold):
     prompt = [*range(100, 150)]
     plain = SamplingParams(temperature=0, max_tokens=1)
     assert ask(llm, prompt, plain).num_cached_tokens == 0
-    for number, hit in [(1, 0), (1, 47), (0, 47), (5, 0), (3, 47), (5, 47)]:
+    for number, hit in [(1, 0), (1, 32), (0, 32), (5, 0), (3, 32), (5, 32)]:
         output = ask(llm, prompt, score(number))
         assert output.num_cached_tokens == hit, number
         np.testing.assert_allclose(values(output), cold(prompt, score(number)), atol=1e-4)
     # Part of a block: scores up to the place where the prompts part, and new ones behind it.
     parted = [*prompt[:42], 7, 7, 7]
     output = ask(llm, parted, score(2))
-    assert output.num_cached_tokens == 41
+    assert output.num_cached_tokens == 32
     np.testing.assert_allclose(values(output), cold(parted, score(2)), atol=1e-4)
     assert ask(llm, prompt, plain).num_cached_tokens == 48
 
@@ -194,4 +194,4 @@ def test_scoring_counts_in_the_metrics(folder, make_llm):
     before = counts()
     for _ in range(2):
         ask(llm, range(20, 60), score(), salt="metrics")
-    assert [now - old for now, old in zip(counts(), before, strict=True)] == [80, 31, 2]
+    assert [now - old for now, old in zip(counts(), before, strict=True)] == [80, 16, 2]
