@@ -18,7 +18,8 @@ from jpaged.inputs import Params, Prompt, TokensPrompt, chat_prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import RequestOutput
 from jpaged.scheduling.request_group import RequestGroup
-from jpaged.startup.load_engine import LoadedEngine, load_engine
+from jpaged.startup.load_engine import LoadedEngine
+from jpaged.startup.loading_thread import load_engine_in_thread
 from jpaged.text.tokenizer import Tokenizer
 
 DRAIN_POLL_SECONDS = 0.02
@@ -75,7 +76,7 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Load the model, compile its programs, start the engine. Raises `JpagedError`."""
-        loaded = await asyncio.to_thread(load_engine, self.config)
+        loaded = await load_engine_in_thread(self.config)
         self.model_name = loaded.model_name
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.max_model_len
@@ -154,7 +155,7 @@ class AsyncEngine:
         self._actions.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        self._tokenizing.shutdown()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def _is_busy(self) -> bool:
         return bool(self._streams) or not self._actions.empty()

@@ -17,6 +17,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.formats.tensor_source import TensorSource
 from jpaged.models.registry import model_class
 from jpaged.models.weights import load_weights
+from jpaged.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Model:
 
 
 def load_model(
-    config: ModelConfig, source: TensorSource, dtype: jnp.dtype, *, progress: bool = True
+    config: ModelConfig, source: TensorSource, dtype: jnp.dtype, progress: Progress
 ) -> Model:
     """Build the architecture that the config names and fill it from the checkpoint."""
     architecture = model_class(config.architecture)

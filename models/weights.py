@@ -10,7 +10,7 @@ import numpy as np
 
 from jpaged.errors import CheckpointError
 from jpaged.models.formats.tensor_source import TensorSource
-from jpaged.progress import progress_bar
+from jpaged.progress import Progress
 
 NUM_READERS = 4
 # Rows transposed at once: that many cache lines are open while a row of the result is written.
@@ -40,7 +40,7 @@ def load_weights(
     table: Sequence[WeightSpec],
     source: TensorSource,
     *,
-    progress: bool = True,
+    progress: Progress | None = None,
 ) -> dict[str, jax.Array]:
     """Read every parameter in `abstract`, in its type and with its sharding where it has one.
 
@@ -51,7 +51,7 @@ def load_weights(
     _warn_about_unused(table, source)
     num_bytes = sum(source.num_bytes(name) for spec in table for name in spec.sources)
     with (
-        progress_bar(num_bytes, "loading weights", shown=progress) as advance,
+        (progress or Progress()).bar(num_bytes, "loading weights") as advance,
         ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as readers,
     ):
         futures = {

@@ -16,6 +16,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.server.app import create_app
 from jpaged.server.options import ServerOptions
+from jpaged.startup.interruption import end_process
 
 # After the engine has stopped, answers have only their last bytes to send.
 LAST_BYTES_TIMEOUT_S = 2
@@ -50,6 +51,7 @@ async def _serve(config: EngineConfig, options: ServerOptions, listener: socket.
     serving.add_done_callback(lambda _: server.stop_requested.set())
     try:
         if await _finishes(engine.start(), before=server.stop_requested):
+            server.has_promises = True
             print(greeting(engine, base_url(listener)), flush=True)
             await server.stop_requested.wait()
             app.state.is_draining = True
@@ -98,7 +100,11 @@ def greeting(engine: AsyncEngine, url: str) -> str:
 
 class SignalledServer(uvicorn.Server):
     """A signal asks for the end instead of closing the port at once: requests that come while
-    the running ones finish get an answer, 503. A second signal does not wait for those."""
+    the running ones finish get an answer, 503. A second signal does not wait for those.
+
+    has_promises: whether clients may wait for answers. Before, a signal ends the process, since
+    compiling cannot be interrupted.
+    """
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
@@ -111,11 +117,14 @@ class SignalledServer(uvicorn.Server):
             timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
         )
         super().__init__(config)
+        self.has_promises = False
         self.stop_requested = asyncio.Event()
         self.stop_urged = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.has_promises:
+            end_process(sig, sigterm_code=0)
         # The signal may interrupt anything, the loop's own code included.
         self._loop.call_soon_threadsafe(self._note_signal)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import signal
 
 from jpaged.cli.command import Command
 from jpaged.cli.generate import SKIPPED_OPTIONS
@@ -29,6 +30,8 @@ def _run(arguments: argparse.Namespace) -> None:
     with asyncio.Runner() as runner:
         try:
             runner.run(engine.start())
+            # From here on Ctrl-C stops an answer.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             Conversation(engine, params, runner).run()
         finally:
             runner.run(engine.shutdown())

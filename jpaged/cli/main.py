@@ -5,25 +5,23 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jpaged.cli.bench import BENCH
-from jpaged.cli.chat import CHAT
-from jpaged.cli.command import Command
-from jpaged.cli.generate import GENERATE
-from jpaged.cli.serve import SERVE
 from jpaged.errors import EngineDeadError, JpagedError
-from jpaged.version import version
-
-COMMANDS: tuple[Command, ...] = (SERVE, GENERATE, CHAT, BENCH)
+from jpaged.startup.interruption import INTERRUPTED, ended_by_signals
 
 INTERNAL_ERROR = 1
 USER_ERROR = 2  # argparse's exit code for bad arguments, too
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code."""
-    arguments = make_parser().parse_args(argv)
+    """Run a command and return the exit code."""
+    with ended_by_signals():
+        arguments = make_parser().parse_args(argv)
+        with ended_by_signals(sigterm_code=arguments.command.sigterm_code):
+            return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         arguments.command.run(arguments)
     except JpagedError as error:
@@ -39,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    # Imported here, so that an interrupt of the imports is handled, too.
+    from jpaged.cli.commands import COMMANDS
+    from jpaged.version import version
+
     parser = argparse.ArgumentParser(
         prog="jpaged",
         description="Serves large language models with JAX.",

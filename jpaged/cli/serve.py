@@ -33,4 +33,5 @@ SERVE = Command(
     help="serve a model over HTTP with the OpenAI API",
     add_arguments=_add_arguments,
     run=_run,
+    sigterm_code=0,  # SIGTERM is how servers are asked to stop
 )

@@ -206,7 +206,7 @@ def temporary_bytes(compiled: Compiled) -> int:
 
 
 def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Programs:
-    """Compile everything. `advance(1)` is called after each program."""
+    """Compile everything. `advance(1)` is called after each program and may end it by raising."""
 
     def compile_one(lower: Callable[[], Lowered]) -> Compiled:
         started = time.monotonic()
@@ -221,11 +221,12 @@ def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Pr
         advance(1)
         return compiled
 
-    with ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="compile") as threads:
+    threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="compile")
 
-        def start(lower: Callable[[ProgramSpec, Any], Lowered], keys: Iterable[Any]) -> _Started:
-            return {key: threads.submit(compile_one, partial(lower, spec, key)) for key in keys}
+    def start(lower: Callable[[ProgramSpec, Any], Lowered], keys: Iterable[Any]) -> _Started:
+        return {key: threads.submit(compile_one, partial(lower, spec, key)) for key in keys}
 
+    try:
         forward = start(lower_forward, spec.forward_shapes())
         sampling = start(lower_sample, spec.row_buckets)
         copying = start(lower_copy, spec.copy_buckets)
@@ -238,6 +239,9 @@ def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Pr
             swap_out=_results(swap_out),
             swap_in=_results(swap_in),
         )
+    finally:
+        # An interrupted start leaves the programs that XLA is compiling behind, and no others.
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 _Started = dict[Any, Future[Compiled]]

