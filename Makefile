@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 NEWEST := .venv-newest
 
-.PHONY: help install install-dev serve test test-long test-main test-newest lint format bench clean
+.PHONY: help install install-dev serve test test-long test-mutations test-main test-newest lint format bench clean
 
 help:
 	@echo "make install      the jpaged command, in .venv"
@@ -13,6 +13,7 @@ help:
 	@echo "make install-dev  what working on jpaged needs"
 	@echo "make test         all checks and tests, then the newest Python and JAX found"
 	@echo "make test-long    the tests that take minutes each"
+	@echo "make test-mutations  show that the tests notice each listed breakage of the code"
 	@echo "make lint         ruff, pyright and import rules only"
 	@echo "make format       let ruff format the code"
 	@echo "make bench        compare with transformers on this machine"
@@ -57,6 +58,10 @@ test-main: .venv/installed-dev
 
 test-long: .venv/installed-dev
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+# Breaks a copy of the code in many ways, one after the other; see tests/mutations/.
+test-mutations: .venv/installed-dev
+	$(BIN)/python -m tests.mutations.run $(ARGS)
 
 # Tests that need no torch, with the newest JAX. Python 3.11 has an older one.
 test-newest: .venv/installed-dev
