@@ -14,13 +14,9 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.server.beams import beam_params, refuse_beam_fields
 from jpaged.server.echo import needed_prompt_logprobs
 from jpaged.server.errors import ModelNotFoundError
+from jpaged.server.messages import ChatMessage
 from jpaged.server.prompt_logprobs import refuse_prompt_logprobs_in_streams
-from jpaged.server.protocol import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    SamplingRequest,
-)
+from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 
 MAX_PROMPTS = 1024
 MAX_ANSWERS = 1024
@@ -71,7 +67,7 @@ def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     """The conversation as chat templates take it."""
-    return [_message(message, i) for i, message in enumerate(request.messages)]
+    return [_message(message) for message in request.messages]
 
 
 def completion_params(request: CompletionRequest, *, has_text: bool) -> Params:
@@ -180,37 +176,11 @@ def _params(
     )
 
 
-def _message(message: ChatMessage, index: int) -> dict[str, Any]:
-    values: dict[str, Any] = {"role": message.role, "content": _text(message.content, index)}
+def _message(message: ChatMessage) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name is not None:
         values["name"] = message.name
     return values
-
-
-def _text(content: str | list[Any], index: int) -> str:
-    """Text parts are joined by line breaks, as vLLM does for templates that take strings."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(
-        _part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content)
-    )
-
-
-def _part_text(part: Any, location: str) -> str:
-    if not isinstance(part, dict):
-        raise RequestError(f"{location} must be an object with a type", param=location)
-    kind = part.get("type")
-    if kind != "text":
-        raise RequestError(
-            f"{location} has the type {kind!r:.100}, which is not supported yet: only text is",
-            param=location,
-        )
-    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        raise RequestError(
-            f"{location} must have the fields type and text, a string, and no others",
-            param=location,
-        )
-    return part["text"]
 
 
 def _kinds(prompt: list[Any]) -> str:

@@ -1,58 +1,19 @@
 """The OpenAI wire format, nothing else.
 
-Requests are pydantic models, as they come from anybody; a request holds what its client sent,
-and `convert.py` turns it into what the engine takes. Responses are typed dicts, as we make them
-ourselves: a key that is not given is not on the wire.
+Requests are pydantic models, which check what clients send; `convert.py` turns them into what the
+engine takes. Responses are typed dicts: a key that is not set is not on the wire.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from jpaged.sampling_params import MAX_LOGPROBS
+from jpaged.server.messages import Messages
+from jpaged.server.wire_model import EMPTY, Label, WireModel
 
-MAX_MESSAGES = 2048
 MAX_TEMPERATURE = 2.0
-
-
-class WireModel(BaseModel):
-    """A JSON object of a client: every field is known and of its exact type, or refused.
-
-    A field that is null counts as not given, as OpenAI documents it.
-
-    not_offered: fields that clients may know from OpenAI or vLLM, with the values that ask
-        for nothing and are therefore accepted.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_fields(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        given = {name: value for name, value in values.items() if value is not None}
-        return {name: value for name, value in given.items() if cls._is_offered(name, value)}
-
-    @classmethod
-    def _is_offered(cls, name: str, value: Any) -> bool:
-        if name in cls.model_fields:
-            return True
-        if name not in cls.not_offered:
-            raise PydanticCustomError("unknown_parameter", "is not known", {"field": name})
-        if not any(_is_same(value, no_op) for no_op in cls.not_offered[name]):
-            raise PydanticCustomError(
-                "unsupported_parameter", "is not supported yet: leave it out", {"field": name}
-            )
-        return False
-
-
-def _is_same(value: Any, no_op: Any) -> bool:
-    # In Python True == 1; on the wire they are two things.
-    return isinstance(value, bool) == isinstance(no_op, bool) and value == no_op
 
 
 def _text_or_list(value: Any) -> Any:
@@ -65,30 +26,31 @@ def _text_or_list(value: Any) -> Any:
 # list of a million numbers against every alternative, and report a million errors for each.
 TextOrList = Annotated[str | list[Any], PlainValidator(_text_or_list)]
 
-NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+# Fields of OpenAI's and vLLM's APIs, with the values that ask for nothing.
+NO_OPS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "metadata": (),
-    "store": (),
-    "service_tier": (),
+    "logit_bias": EMPTY,
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "stop": ("",),
     "min_p": (0,),
     "repetition_penalty": (1,),
     "min_tokens": (0,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
+    "allowed_token_ids": EMPTY,
+    "bad_words": EMPTY,
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    "response_format": ({"type": "text"}, *EMPTY),
+    "structured_outputs": EMPTY,
     "priority": (0,),
-    "request_id": (),
+    "request_id": EMPTY,
 }
 
 
 class StreamOptions(WireModel):
-    not_offered = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    no_ops = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
 
     include_usage: bool = False
 
@@ -116,13 +78,18 @@ class SamplingRequest(WireModel):
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool = False
-    user: str | None = None  # identifies an end user to OpenAI; nothing depends on it here
+    user: str | None = None
+    metadata: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    prompt_cache_options: Label = None
+    prompt_cache_retention: Label = None
 
 
 class CompletionRequest(SamplingRequest):
-    not_offered = NOT_OFFERED | {
-        "suffix": ("",),
-        "prompt_embeds": (),
+    no_ops = NO_OPS | {
+        "suffix": EMPTY,
+        "prompt_embeds": EMPTY,
         "add_special_tokens": (True,),
     }
 
@@ -133,52 +100,31 @@ class CompletionRequest(SamplingRequest):
     echo: bool = False
 
 
-class ChatMessage(WireModel):
-    """One turn of a conversation. Fields that OpenAI's answers carry are accepted when empty,
-    as clients send answers back."""
-
-    not_offered = {
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "reasoning_content": (),
-        "reasoning": (),
-    }
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextOrList
-    name: str | None = None
-
-
 class ChatCompletionRequest(SamplingRequest):
-    not_offered = NOT_OFFERED | {
-        "tools": ([],),
+    no_ops = NO_OPS | {
+        "tools": EMPTY,
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),  # without tools there is nothing to call
-        "functions": ([],),
+        "functions": EMPTY,
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": (),
-        "web_search_options": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": (),
-        "safety_identifier": (),
-        "moderation": (),
-        "documents": ([],),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
+        "audio": EMPTY,
+        "prediction": EMPTY,
+        "reasoning_effort": ("none",),
+        "include_reasoning": (True, False),  # there is none to include
+        "verbosity": ("medium",),
+        "web_search_options": EMPTY,
+        "moderation": EMPTY,
+        "documents": EMPTY,
+        "chat_template": EMPTY,
+        "chat_template_kwargs": EMPTY,
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
+        "best_of": (1,),
+        "echo": (False,),
     }
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

@@ -8,6 +8,7 @@ from typing import Any, Self
 from jpaged.errors import CheckpointError, RequestError
 from jpaged.models.formats.gguf_file import GgufFile
 from jpaged.models.formats.gguf_tokenizer import chat_template, gguf_tokenizer, special_token
+from jpaged.text.chat_roles import with_known_roles
 
 # transformers says on import that it found no PyTorch, which nothing here needs.
 _transformers_logger = logging.getLogger("transformers")
@@ -115,8 +116,9 @@ class Tokenizer:
             )
         _check_messages(messages)
         try:
+            template = self._tokenizer.get_chat_template()
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                with_known_roles(messages, template),
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )

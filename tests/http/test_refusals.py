@@ -4,6 +4,7 @@ import json
 import time
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -148,19 +149,18 @@ NOT_OFFERED: list[tuple[str, list[Any], list[Any]]] = [
     ("presence_penalty", [0, 0.0], [0.5, False]),
     ("frequency_penalty", [0], [-0.5]),
     ("logit_bias", [{}], [{"5": 1}]),
-    ("metadata", [], [{}]),
-    ("store", [], [True]),
-    ("service_tier", [], ["auto"]),
+    ("store", [False], [True, 0, "false"]),
+    ("service_tier", ["auto", "default"], ["priority", "flex"]),
     ("min_p", [0], [0.1]),
     ("repetition_penalty", [1, 1.0], [1.1]),
     ("min_tokens", [0], [1]),
     ("bad_words", [[]], [["a"]]),
-    ("allowed_token_ids", [], [[1]]),
+    ("allowed_token_ids", [[]], [[1]]),
     ("response_format", [{"type": "text"}], [{"type": "json_object"}]),
-    ("structured_outputs", [], [{"regex": "a"}]),
+    ("structured_outputs", [{}, {"regex": None}], [{"regex": "a"}]),
     ("priority", [0], [1]),
     ("truncate_prompt_tokens", [], [5]),
-    ("request_id", [], ["mine"]),
+    ("request_id", [""], ["mine"]),
 ]
 COMPLETIONS_ONLY = [
     ("suffix", [""], ["a"]),
@@ -171,11 +171,15 @@ CHAT_ONLY = [
     ("parallel_tool_calls", [True, False], ["yes"]),
     ("functions", [[]], [[{}]]),
     ("modalities", [["text"]], [["text", "audio"]]),
-    ("audio", [], [{}]),
-    ("reasoning_effort", [], ["low"]),
-    ("chat_template", [], ["{{ messages }}"]),
+    ("audio", [{}], [{"voice": "a"}]),
+    ("prediction", [{}], [{"type": "content", "content": "a"}]),
+    ("reasoning_effort", ["none"], ["low", "high"]),
+    ("verbosity", ["medium"], ["low"]),
+    ("chat_template", [""], ["{{ messages }}"]),
     ("continue_final_message", [False], [True]),
-    ("web_search_options", [], [{}]),
+    ("web_search_options", [{}], [{"search_context_size": "low"}]),
+    ("best_of", [1], [2]),
+    ("echo", [False], [True]),
 ]
 
 
@@ -189,7 +193,7 @@ CHAT_ONLY = [
 def test_what_is_not_offered_is_refused_by_name(
     server: RunningServer, path: str, name: str, accepted: list[Any], refused: list[Any]
 ) -> None:
-    """Never ignored; the values that ask for nothing, and null, change nothing."""
+    """O-67: never ignored; the values that ask for nothing, and null, change nothing."""
     prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES}
     for value in refused:
         response = server.post(path, {**prompt, name: value})
@@ -240,6 +244,39 @@ def test_too_many_answers(server: RunningServer, given: dict[str, Any], param: s
     assert_nothing_was_started(server)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_defaults_and_labels_are_accepted(server: RunningServer, path: str, stream: bool) -> None:
+    """O-67: all that SDKs send along, at once; the answer is the same."""
+    prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES}
+    extras = {
+        "metadata": {"a": "b"},
+        "safety_identifier": "someone",
+        "prompt_cache_key": "key",
+        "prompt_cache_retention": "24h",
+        "store": False,
+        "service_tier": "auto",
+        "stop": "",
+        "stop_token_ids": [],
+        "n": 1,
+        "best_of": 1,
+        "seed": None,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "presence_penalty": 0.0,
+    }
+    body = {**prompt, "return_token_ids": True, "stream": stream, "temperature": 0}
+    plain, labelled = (server.post(path, {**body, **more}) for more in ({}, extras))
+    assert labelled.status_code == 200, labelled.text
+    assert tokens_of(labelled) == tokens_of(plain)
+
+
+def tokens_of(response: httpx.Response) -> list[int]:
+    lines = response.text.replace("data: ", "").replace("[DONE]", "").split("\n\n")
+    chunks = [json.loads(line) for line in lines if line]
+    return sum((choice.get("token_ids", []) for c in chunks for choice in c["choices"]), [])
+
+
 def test_user_is_accepted(server: RunningServer) -> None:
     assert server.post(COMPLETIONS, {"prompt": "a", "user": "someone"}).status_code == 200
     assert_refused(server.post(COMPLETIONS, {"prompt": "a", "user": 5}), 400, "user")
@@ -259,9 +296,9 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": 5}], "messages[0].content"),
     ([{"role": "pirate", "content": "hi"}], "messages[0].role"),
     ([*MESSAGES, {"role": "user", "content": "hi", "mood": 1}], "messages[1].mood"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
-    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
     (
         [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}],
@@ -296,18 +333,20 @@ def test_stream_options_need_a_stream(server: RunningServer) -> None:
         assert_refused(server.post(COMPLETIONS, body), 400, param)
 
 
-@pytest.mark.parametrize("stop", ["", [""], ["x", ""], [5], [None], 5, {"a": 1}, True, ["x"] * 17])
+@pytest.mark.parametrize("stop", [[""], ["x", ""], [5], [None], 5, {"a": 1}, True, ["x"] * 17])
 def test_bad_stop_strings(server: RunningServer, stop: Any) -> None:
     """O-28"""
     assert_refused(server.post(COMPLETIONS, {"prompt": "a", "stop": stop}), 400, "stop")
     assert_nothing_was_started(server)
 
 
-@pytest.mark.parametrize("stop", [None, []])
+@pytest.mark.parametrize("stop", [None, [], ""])
 def test_no_stop_strings(server: RunningServer, stop: Any) -> None:
-    """O-28"""
+    """O-28, O-67: an empty text stands for none, as user interfaces send it."""
     assert server.post(COMPLETIONS, {"prompt": "a", "stop": stop}).status_code == 200
 
+
+PARTS = [{"type": "text", "text": "a"}]
 
 # O-57; a body of megabytes, each.
 HUGE: list[tuple[str, dict[str, Any], str]] = [
@@ -321,6 +360,7 @@ HUGE: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [1] * 3_000_000}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 10**12}, "max_tokens"),
     (CHAT, {"messages": [{"unheard_of": 1}] * 500_000}, "messages[0].unheard_of"),
+    (CHAT, {"messages": [{"role": "user", "content": PARTS * 200_000}] * 2}, "messages"),
     (CHAT, {"messages": MESSAGES, **{f"x{i}": 1 for i in range(500_000)}}, "x0"),
 ]
 
