@@ -63,6 +63,8 @@ class AsyncEngine:
         self.model_name = config.served_model_name or config.model
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = 0
+        # Arguments of `SamplingParams` for requests that do not give them.
+        self.sampling_defaults: dict[str, Any] = {}
         self._loaded: LoadedEngine | None = None
         self._death: BaseException | None = None
         self._is_draining = False
@@ -80,6 +82,7 @@ class AsyncEngine:
         self.model_name = loaded.model_name
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.max_model_len
+        self.sampling_defaults = loaded.sampling_defaults
         self._loaded = loaded
         self._thread.start()
 

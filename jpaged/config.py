@@ -8,6 +8,8 @@ from typing import Any, Literal
 from jpaged.errors import ConfigError
 
 DEMO_MODEL = "smollm2-135m-instruct"
+# Values of `generation_config` that name no folder; vLLM's.
+MODELS_GENERATION_CONFIG, NO_GENERATION_CONFIG = "auto", "vllm"
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
@@ -37,6 +39,11 @@ class EngineConfig:
     )
     skip_tokenizer_init: bool = option(
         False, "load no tokenizer: prompts and answers are token ids only"
+    )
+    generation_config: str = option(
+        MODELS_GENERATION_CONFIG,
+        "sampling parameters of requests that give none; auto: those of the model's "
+        "generation_config.json; vllm: none of the model's; else a folder with such a file",
     )
     dtype: DType = option(
         "auto", "type of weights and activations; auto: float32 on a CPU, else bfloat16"
@@ -118,7 +125,14 @@ def _check_types(config: EngineConfig) -> None:
     """Options come from users of untyped code and command lines: refuse other types by name."""
     wanted = {
         int: ("max_num_seqs", "max_num_batched_tokens", "seed"),
-        str: ("model", "dtype", "kv_cache_dtype", "preemption_mode", "attention_backend"),
+        str: (
+            "model",
+            "generation_config",
+            "dtype",
+            "kv_cache_dtype",
+            "preemption_mode",
+            "attention_backend",
+        ),
         bool: ("skip_tokenizer_init", "enable_prefix_caching", "check_invariants"),
     }
     optional_ints = (

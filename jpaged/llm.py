@@ -30,7 +30,15 @@ class LLM:
         self.engine = loaded.engine
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.max_model_len
+        self._sampling_defaults = loaded.sampling_defaults
         self._request_ids = count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use without params: those that the model's makers recommend.
+
+        See the option `generation_config`.
+        """
+        return SamplingParams(**self._sampling_defaults)
 
     def generate(
         self,
@@ -47,7 +55,7 @@ class LLM:
         if isinstance(prompts, str | dict):
             prompts = [prompts]
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.get_default_sampling_params()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(
                 f"params must be one for all prompts or one for each: got {len(params)} "

@@ -41,7 +41,7 @@ class ModelConfig:
     head_dim: D; hidden_size need not equal num_heads * head_dim.
     max_position_embeddings: longest text the model was trained for.
     windows: how many tokens a token sees in each layer, itself included; None: all before it.
-    eos_token_ids: any of them ends an answer; empty when the checkpoint names none.
+    eos_token_ids: end-of-sequence tokens of the config; empty when it names none.
     """
 
     architecture: str
@@ -66,11 +66,10 @@ class ModelConfig:
     def from_hf(
         cls,
         config: Mapping[str, Any],
-        generation_config: Mapping[str, Any] | None = None,
         *,
         name: str = "config.json",
     ) -> Self:
-        """Read a parsed config.json; an eos_token_id in generation_config.json wins, even null.
+        """Read a parsed config.json.
 
         name: where the config comes from, for messages.
 
@@ -87,10 +86,11 @@ class ModelConfig:
             reader.refuse_unless(key, *supported)
         num_layers = reader.integer("num_hidden_layers")
         num_heads = reader.integer("num_attention_heads")
+        vocab_size = reader.integer("vocab_size")
         max_position_embeddings = reader.integer("max_position_embeddings")
         return cls(
             architecture=architecture,
-            vocab_size=reader.integer("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=reader.integer("hidden_size"),
             intermediate_size=reader.integer("intermediate_size"),
             num_layers=num_layers,
@@ -105,7 +105,7 @@ class ModelConfig:
             rope=RopeConfig.from_hf(reader, max_position_embeddings=max_position_embeddings),
             windows=layer_windows(reader, num_layers, has_windows=is_mistral),
             bos_token_id=reader.integer("bos_token_id", None, minimum=0),
-            eos_token_ids=_eos_token_ids(reader, generation_config),
+            eos_token_ids=reader.token_ids("eos_token_id", vocab_size=vocab_size),
         )
 
 
@@ -141,11 +141,3 @@ def _head_dim(reader: ConfigReader, num_heads: int) -> int:
     if head_dim % 2:
         raise CheckpointError(f"head_dim of {reader.name} must be even, got {head_dim}")
     return head_dim
-
-
-def _eos_token_ids(
-    reader: ConfigReader, generation_config: Mapping[str, Any] | None
-) -> tuple[int, ...]:
-    if generation_config is not None and "eos_token_id" in generation_config:
-        reader = ConfigReader(generation_config, name="generation_config.json")
-    return reader.token_ids("eos_token_id")

@@ -68,13 +68,18 @@ class ConfigReader:
             raise self._bad(key, value, "a list of numbers")
         return tuple(float(number) for number in value)
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id, a list of ids, or nothing at all."""
+    def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
+        """One id, a list of ids, or nothing at all; each must be a token of the model."""
         value = self.values.get(key)
         token_ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
         for token_id in token_ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise self._bad(key, value, "a token id or a list of token ids")
+            if token_id >= vocab_size:
+                raise CheckpointError(
+                    f"{key} in {self.name} has the token id {token_id}, but the model's vocabulary "
+                    f"ends at {vocab_size - 1}: correct the file"
+                )
         return tuple(token_ids)
 
     def section(self, key: str) -> "ConfigReader":

@@ -96,7 +96,9 @@ async def completions(request: Request) -> Response:
         skip_special_tokens=body.skip_special_tokens,
         echo=echo_of(body, engine.tokenizer),
     )
-    params = completion_params(body, has_text=engine.tokenizer is not None)
+    params = completion_params(
+        body, engine.sampling_defaults, has_text=engine.tokenizer is not None
+    )
     prompts = [salted(prompt, body.cache_salt) for prompt in completion_prompts(body)]
     check_num_answers(prompts, params)
     return await _answer(request, prompts, params, answer_format, is_stream=body.stream)
@@ -114,7 +116,7 @@ async def chat_completions(request: Request) -> Response:
         prompt_logprobs=body.prompt_logprobs,
         tokenizer=engine.tokenizer,
     )
-    params = chat_params(body, has_text=engine.tokenizer is not None)
+    params = chat_params(body, engine.sampling_defaults, has_text=engine.tokenizer is not None)
     # In a thread, as a long chat takes seconds to tokenize.
     prompt = await asyncio.to_thread(
         engine.chat_prompt,

@@ -6,13 +6,13 @@ from jpaged.server.protocol import SamplingRequest
 
 # What belongs to beam search only, with the value that asks for nothing.
 BEAM_FIELDS = {"beam_width": None, "length_penalty": 1.0, "early_stopping": False}
-# What belongs to sampling only, with the values that ask for nothing.
-SAMPLING_FIELDS = {
+# What belongs to sampling only, with the values besides null that ask for nothing.
+SAMPLING_FIELDS: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
-    "seed": (None,),
-    "best_of": (None,),
+    "seed": (),
+    "best_of": (),
 }
 
 
@@ -37,7 +37,7 @@ def beam_params(
     """As many beams as answers unless `beam_width` says more."""
     for name, neutral in SAMPLING_FIELDS.items():
         value = getattr(request, name, None)
-        if value not in neutral:
+        if value is not None and value not in neutral:
             raise RequestError(
                 f"{name} ({value}) has no effect in beam search, which draws nothing at random: "
                 "leave it out",

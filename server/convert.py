@@ -4,7 +4,7 @@ Parse, don't validate: what leaves here towards the engine is a prompt and `Samp
 the engine never sees a wire request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.beam_search_params import BeamSearchParams
@@ -70,7 +70,10 @@ def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     return [_message(message) for message in request.messages]
 
 
-def completion_params(request: CompletionRequest, *, has_text: bool) -> Params:
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], *, has_text: bool
+) -> Params:
+    """defaults: the model's sampling parameters, which the request's own replace."""
     best_of = request.best_of
     if request.stream and best_of is not None and best_of > request.n:
         raise RequestError(
@@ -80,6 +83,7 @@ def completion_params(request: CompletionRequest, *, has_text: bool) -> Params:
         )
     return _params(
         request,
+        defaults,
         request.max_tokens,
         best_of=best_of,
         logprobs=request.logprobs,
@@ -103,8 +107,13 @@ def check_num_answers(prompts: Sequence[Prompt], params: Params) -> None:
         )
 
 
-def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> Params:
-    """`max_completion_tokens` is OpenAI's new name of `max_tokens`; unset fills the context."""
+def chat_params(
+    request: ChatCompletionRequest, defaults: Mapping[str, Any], *, has_text: bool
+) -> Params:
+    """`max_completion_tokens` is OpenAI's new name of `max_tokens`; unset fills the context.
+
+    defaults: the model's sampling parameters, which the request's own replace.
+    """
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise RequestError(
@@ -119,6 +128,7 @@ def chat_params(request: ChatCompletionRequest, *, has_text: bool) -> Params:
         )
     return _params(
         request,
+        defaults,
         limits.pop() if limits else None,
         logprobs=request.top_logprobs if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
@@ -140,6 +150,7 @@ def includes_usage(request: SamplingRequest) -> bool:
 
 def _params(
     request: SamplingRequest,
+    defaults: Mapping[str, Any],
     max_tokens: int | None,
     *,
     best_of: int | None = None,
@@ -160,9 +171,6 @@ def _params(
     return SamplingParams(
         n=request.n,
         best_of=best_of,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
         seed=request.seed,
         max_tokens=max_tokens,
         stop=request.stop,
@@ -173,7 +181,14 @@ def _params(
         detokenize=has_text,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        **_drawing(request, defaults),
     )
+
+
+def _drawing(request: SamplingRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """How tokens are drawn: as the request says, else as the model's makers recommend."""
+    named = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p")}
+    return {**defaults, **{name: value for name, value in named.items() if value is not None}}
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:

@@ -56,13 +56,16 @@ class StreamOptions(WireModel):
 
 
 class SamplingRequest(WireModel):
-    """What completions and chat have in common. Ranges are checked by `SamplingParams`."""
+    """What completions and chat have in common. Ranges are checked by `SamplingParams`.
+
+    temperature, top_p, top_k: where none is given, the model's default is taken.
+    """
 
     model: str | None = None
     n: int = 1
-    temperature: float = Field(default=1.0, le=MAX_TEMPERATURE)
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float | None = Field(default=None, le=MAX_TEMPERATURE)
+    top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
     stop: TextOrList | None = None
     stop_token_ids: list[Any] | None = None

@@ -5,22 +5,20 @@ import asyncio
 import signal
 
 from jpaged.cli.command import Command
-from jpaged.cli.generate import SKIPPED_OPTIONS
 from jpaged.cli.model_argument import add_model_argument, apply_model_argument
-from jpaged.cli.options import add_options, read_options
-from jpaged.cli.sampling import add_sampling_options, read_sampling_options
+from jpaged.cli.options import read_options
+from jpaged.cli.sampling import add_generation_options, read_sampling_options
 from jpaged.config import EngineConfig
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    add_sampling_options(parser, max_tokens=None)
-    add_options(parser, EngineConfig, title="engine", skip=SKIPPED_OPTIONS)
+    add_generation_options(parser, max_tokens=None)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     apply_model_argument(arguments)
-    params = read_sampling_options(arguments)
+    given = read_sampling_options(arguments)
     config = read_options(EngineConfig, arguments)
 
     from jpaged.async_engine import AsyncEngine
@@ -32,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> None:
             runner.run(engine.start())
             # From here on Ctrl-C stops an answer.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            Conversation(engine, params, runner).run()
+            Conversation(engine, given, runner).run()
         finally:
             runner.run(engine.shutdown())
 

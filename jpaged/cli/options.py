@@ -35,7 +35,7 @@ def add_options(
                 dest=item.name,
                 default=argparse.SUPPRESS,
                 help=_help(item),
-                **_value_arguments(item.type),
+                **value_arguments(item.type),
             )
 
 
@@ -66,7 +66,7 @@ def with_flags(message: str, names: Sequence[str]) -> str:
     return message
 
 
-def _value_arguments(annotation: Any) -> dict[str, Any]:
+def value_arguments(annotation: Any) -> dict[str, Any]:
     """How argparse reads a value of the annotated type."""
     if get_origin(annotation) is UnionType:
         (annotation,) = (member for member in get_args(annotation) if member is not NoneType)

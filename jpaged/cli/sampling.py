@@ -1,72 +1,69 @@
-"""Sampling options of the commands that generate in the terminal."""
+"""Options of the commands that generate in the terminal: of the sampling and of the engine."""
 
 import argparse
 from dataclasses import fields
+from typing import Any
 
-from jpaged.cli.options import integer, with_flags
+from jpaged.cli.options import add_options, flag, value_arguments, with_flags
+from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
 
-_DEFAULTS = SamplingParams()
+# The fields of `SamplingParams` that are options, with their help texts.
+_HELP = {
+    "temperature": "0 takes the most likely token (default: the model's, else 1.0)",
+    "top_p": "keep the most likely tokens that reach this probability (default: the model's, "
+    "else 1.0)",
+    "top_k": "keep this many tokens; 0 keeps all (default: the model's, else 0)",
+    "seed": "makes the answer reproducible (default: drawn)",
+}
+# The engine has a seed, too, which is another thing: `--seed` is the sample's.
+_SEED = "sampling_seed"
+# Engine options that make no sense where the answer is read, which needs text.
+_LEFT_OUT = ("seed", "skip_tokenizer_init")
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
-    """max_tokens: default of the command; None is as many as fit the context."""
+def add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+    """Declare the sampling options and those of the engine.
+
+    max_tokens: default of the command; None is as many as fit the context.
+    """
+    _add_sampling_options(parser, max_tokens)
+    add_options(parser, EngineConfig, title="engine", skip=_LEFT_OUT)
+
+
+def read_sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parameters that were given; for the others the model's defaults hold.
+
+    Raises `RequestError` that names the option.
+    """
+    names = [item.name for item in fields(SamplingParams)]
+    values = {name: getattr(arguments, name, None) for name in (*_HELP, "stop")}
+    values["seed"] = getattr(arguments, _SEED)
+    given = {name: value for name, value in values.items() if value is not None}
+    given["max_tokens"] = arguments.max_tokens  # None is a value of its own
+    try:
+        SamplingParams(**given)
+    except RequestError as error:
+        raise RequestError(with_flags(str(error), names), param=error.param) from error
+    return given
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     group = parser.add_argument_group("sampling")
+    types = {item.name: item.type for item in fields(SamplingParams)}
     group.add_argument(
         "--max-tokens",
-        type=integer,
         default=max_tokens,
-        metavar="INT",
         help=f"most tokens of an answer (default: {max_tokens or 'as many as fit the context'})",
+        **value_arguments(types["max_tokens"]),
     )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=_DEFAULTS.temperature,
-        metavar="FLOAT",
-        help="0 takes the most likely token (default: %(default)s)",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=_DEFAULTS.top_p,
-        metavar="FLOAT",
-        help="keep the most likely tokens that reach this probability (default: %(default)s)",
-    )
-    group.add_argument(
-        "--top-k",
-        type=integer,
-        default=_DEFAULTS.top_k,
-        metavar="INT",
-        help="keep this many tokens; 0 keeps all (default: %(default)s)",
-    )
-    group.add_argument(
-        "--seed",
-        dest="sampling_seed",  # the engine's own seed is another thing
-        type=integer,
-        metavar="INT",
-        help="makes the answer reproducible (default: drawn)",
-    )
+    for name, text in _HELP.items():
+        dest = _SEED if name == "seed" else name
+        group.add_argument(flag(name), dest=dest, help=text, **value_arguments(types[name]))
     group.add_argument(
         "--stop",
         action="append",
         metavar="TEXT",
         help="end the answer before this text; may be given several times",
     )
-
-
-def read_sampling_options(arguments: argparse.Namespace) -> SamplingParams:
-    """Raises `RequestError` that names the option."""
-    try:
-        return SamplingParams(
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
-            top_k=arguments.top_k,
-            seed=arguments.sampling_seed,
-            max_tokens=arguments.max_tokens,
-            stop=arguments.stop,
-        )
-    except RequestError as error:
-        names = [item.name for item in fields(SamplingParams)]
-        raise RequestError(with_flags(str(error), names), param=error.param) from error

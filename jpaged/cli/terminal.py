@@ -1,10 +1,13 @@
-"""Prints answers as they come, and holds conversations. Commands import it when they run, as
-the engine takes a while to import."""
+"""Prints answers as they come, and holds conversations.
+
+Commands import this module when they run, as the engine takes a while to import.
+"""
 
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.errors import RequestError
@@ -16,8 +19,12 @@ CLEAR_COMMAND = "/clear"
 HINT = f"{EXIT_COMMAND} or Ctrl-D ends, {CLEAR_COMMAND} forgets all turns, Ctrl-C stops an answer"
 
 
-async def print_answer(engine: AsyncEngine, prompt: Prompt, params: SamplingParams) -> str:
-    """Streams the answer to standard output, ends the line, and returns the text."""
+async def print_answer(engine: AsyncEngine, prompt: Prompt, given: Mapping[str, Any]) -> str:
+    """Stream the answer to standard output, end the line, and return the text.
+
+    given: sampling parameters; for the others the model's defaults hold.
+    """
+    params = SamplingParams(**{**engine.sampling_defaults, **given})
     text = ""
     async with contextlib.aclosing(engine.generate(prompt, params)) as outputs:
         async for output in outputs:
@@ -32,12 +39,16 @@ class Conversation:
     """Answers each line that is read, with the turns before it in mind.
 
     At a terminal it prompts, and goes on after a refused message or a stopped answer. Other
-    input is read to its end, and a refused message ends it.
+    input is read to its end, and a refused message ends the conversation.
+
+    given: sampling parameters of every answer; for the others the model's defaults hold.
     """
 
-    def __init__(self, engine: AsyncEngine, params: SamplingParams, runner: asyncio.Runner) -> None:
+    def __init__(
+        self, engine: AsyncEngine, given: Mapping[str, Any], runner: asyncio.Runner
+    ) -> None:
         self._engine = engine
-        self._params = params
+        self._given = given
         self._runner = runner
         self._turns: list[dict[str, str]] = []
         self._is_interactive = sys.stdin.isatty()
@@ -79,4 +90,4 @@ class Conversation:
             self._turns += [question, {"role": "assistant", "content": answer}]
 
     async def _print_answer(self, turns: list[dict[str, str]]) -> str:
-        return await print_answer(self._engine, self._engine.chat_prompt(turns), self._params)
+        return await print_answer(self._engine, self._engine.chat_prompt(turns), self._given)

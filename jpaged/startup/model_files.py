@@ -2,22 +2,25 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import snapshot_download
 
-from jpaged.config import DEMO_MODEL
+from jpaged.config import DEMO_MODEL, MODELS_GENERATION_CONFIG, NO_GENERATION_CONFIG
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
+from jpaged.models.config_reader import ConfigReader
 from jpaged.models.formats.gguf_config import gguf_model_config
 from jpaged.models.formats.gguf_file import GgufFile
+from jpaged.models.formats.gguf_generation import sampling_config
 from jpaged.models.formats.gguf_source import GgufSource
 from jpaged.models.formats.safetensors_source import SafetensorsSource
 from jpaged.models.formats.tensor_source import TensorSource
-from jpaged.startup.demo_model import demo_model_file
+from jpaged.startup.demo_model import RECOMMENDED_SAMPLING, demo_model_file
 from jpaged.text.tokenizer import Tokenizer
 
 CONFIG_FILE = "config.json"
@@ -29,11 +32,16 @@ HUB_FILES = ["model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merg
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """Files of a model on this machine. name: what the model is called when it is served."""
+    """Files of a model on this machine.
+
+    name: what the model is called when it is served.
+    recommended: generation config of a model whose files have none.
+    """
 
     kind: Literal["gguf", "folder"]
     path: Path
     name: str
+    recommended: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def gguf(self) -> GgufFile:
@@ -47,7 +55,9 @@ def resolve_model(name: str) -> ModelFiles:
     name: the demo model's name, a folder in Hugging Face format, a .gguf file, or a Hub id.
     """
     if name == DEMO_MODEL:
-        return ModelFiles(kind="gguf", path=demo_model_file(), name=name)
+        return ModelFiles(
+            kind="gguf", path=demo_model_file(), name=name, recommended=RECOMMENDED_SAMPLING
+        )
     path = Path(name)
     if not name or not _exists(path):
         return _hub_model(name)
@@ -61,11 +71,25 @@ def resolve_model(name: str) -> ModelFiles:
 def load_model_config(files: ModelFiles) -> ModelConfig:
     if files.kind == "gguf":
         return gguf_model_config(files.gguf)
-    config = _read_json(files.path, CONFIG_FILE)
-    has_generation_config = (files.path / GENERATION_CONFIG_FILE).is_file()
-    return ModelConfig.from_hf(
-        config, _read_json(files.path, GENERATION_CONFIG_FILE) if has_generation_config else None
-    )
+    return ModelConfig.from_hf(_read_json(files.path, CONFIG_FILE))
+
+
+def load_generation_config(files: ModelFiles, source: str) -> ConfigReader:
+    """Read how to generate; empty when the model's files say nothing about it.
+
+    source: the option `generation_config`. A folder's file takes the place of the model's own.
+    """
+    if source not in (MODELS_GENERATION_CONFIG, NO_GENERATION_CONFIG):
+        folder = Path(source)
+        return ConfigReader(
+            _read_json(folder, GENERATION_CONFIG_FILE), name=str(folder / GENERATION_CONFIG_FILE)
+        )
+    if files.kind == "gguf":
+        values = sampling_config(files.gguf.metadata) or files.recommended
+        return ConfigReader(values, name=files.path.name)
+    has_file = (files.path / GENERATION_CONFIG_FILE).is_file()
+    values = _read_json(files.path, GENERATION_CONFIG_FILE) if has_file else files.recommended
+    return ConfigReader(values, name=GENERATION_CONFIG_FILE)
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

@@ -8,6 +8,7 @@ from jpaged.errors import CheckpointError, UnsupportedModelError
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_reader import ConfigReader
 from jpaged.models.formats.gguf_file import GgufFile
+from jpaged.models.formats.gguf_generation import end_token_ids
 
 ARCHITECTURE = "llama"
 # One factor for each wavelength; how converters store the scaling of Llama 3.
@@ -52,9 +53,10 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
 def _hf_config(file: GgufFile, reader: ConfigReader) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path.name} has no tensor token_embd.weight")
+    vocab_size = file.tensors["token_embd.weight"].shape[0]
     return {
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": vocab_size,
         "hidden_size": reader.integer("llama.embedding_length"),
         "intermediate_size": reader.integer("llama.feed_forward_length"),
         "num_hidden_layers": reader.integer("llama.block_count"),
@@ -69,7 +71,7 @@ def _hf_config(file: GgufFile, reader: ConfigReader) -> dict[str, Any]:
         "rope_theta": reader.number("llama.rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(file, reader),
         "bos_token_id": reader.integer("tokenizer.ggml.bos_token_id", None, minimum=0),
-        "eos_token_id": _eos_token_ids(reader),
+        "eos_token_id": end_token_ids(reader, vocab_size=vocab_size),
     }
 
 
@@ -103,10 +105,3 @@ def _rope_scaling(file: GgufFile, reader: ConfigReader) -> dict[str, Any] | None
         "beta_fast": reader.number("llama.rope.scaling.yarn_beta_fast", None),
         "beta_slow": reader.number("llama.rope.scaling.yarn_beta_slow", None),
     }
-
-
-def _eos_token_ids(reader: ConfigReader) -> list[int]:
-    """Ends of text, of a turn and of a message all end an answer."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [reader.integer(f"tokenizer.ggml.{key}", None, minimum=0) for key in keys]
-    return list(dict.fromkeys(token_id for token_id in found if token_id is not None))

@@ -21,6 +21,7 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("model", ["--model", "some/model"], "some/model"),
     ("served_model_name", ["--served-model-name", "mine"], "mine"),
     ("skip_tokenizer_init", ["--skip-tokenizer-init"], True),
+    ("generation_config", ["--generation-config", "vllm"], "vllm"),
     ("dtype", ["--dtype", "bfloat16"], "bfloat16"),
     ("kv_cache_dtype", ["--kv-cache-dtype", "int8"], "int8"),
     ("max_model_len", ["--max-model-len", "4K"], 4096),
@@ -67,8 +68,9 @@ def test_defaults_are_those_of_the_classes() -> None:
     for command in ("serve", "chat"):
         assert read_options(EngineConfig, parse(command)) == EngineConfig()
     assert read_options(ServerOptions, parse("serve")) == ServerOptions()
-    params = read_sampling_options(parse("generate", "hi", "--max-tokens", "16"))
-    assert params == SamplingParams()
+    # What is not given is left to the model's defaults.
+    assert read_sampling_options(parse("generate", "hi")) == {"max_tokens": 256}
+    assert read_sampling_options(parse("chat")) == {"max_tokens": None}
 
 
 def test_options_can_be_switched_off() -> None:
@@ -100,7 +102,9 @@ SAMPLING_OPTIONS: list[tuple[str, list[str], Any]] = [
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
 def test_sampling_options(command: list[str], name: str, typed: list[str], expected: Any) -> None:
     arguments = parse(*command, *typed)
-    assert getattr(read_sampling_options(arguments), name) == expected
+    given = read_sampling_options(arguments)
+    assert given.keys() == {name, "max_tokens"}
+    assert getattr(SamplingParams(**given), name) == expected
     # --seed is the sample's here, and not the engine's.
     assert read_options(EngineConfig, arguments) == EngineConfig()
 

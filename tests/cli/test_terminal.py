@@ -12,6 +12,8 @@ import pytest
 
 import jpaged.cli.terminal  # noqa: F401  # before the engine's class is replaced
 from jpaged.cli.main import main
+from jpaged.sampling_params import SamplingParams
+from jpaged.text.tokenizer import Tokenizer
 from tests.http.scripted_engine import ScriptedEngine
 from tests.http.test_disconnect import wait_until
 
@@ -36,11 +38,33 @@ def chat(monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, *options: str) -> 
 
 
 def test_generate(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """A question by default, so in the chat template; with --raw a text to go on with."""
     assert main(["generate", "hello"]) == 0
+    assert capsys.readouterr().out == "[<user>hello\n<assistant>]\n"
+    assert main(["generate", "hello", "--raw"]) == 0
     assert capsys.readouterr().out == "[hello]\n"
-    assert main(["generate", "hello", "--max-tokens", "3", "--stop", "x"]) == 0
+    assert main(["generate", "hello", "--raw", "--max-tokens", "3", "--stop", "x"]) == 0
     assert capsys.readouterr().out == "[he\n"
     assert not engine.running
+
+
+def test_generate_without_a_chat_template_continues_the_text(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Tokenizer, "has_chat_template", False)
+    assert main(["generate", "hello"]) == 0
+    assert capsys.readouterr().out == "[hello]\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
+def test_sampling_is_the_models_unless_given(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """O-75."""
+    engine.sampling_defaults = {"temperature": 0.2, "top_p": 0.9}
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert main([*command, "--max-tokens", "5", "--temperature", "0.7"]) == 0
+    assert engine.last_params == SamplingParams(temperature=0.7, top_p=0.9, max_tokens=5)
 
 
 def test_generate_prints_as_it_comes(
@@ -62,7 +86,7 @@ def test_generate_prints_as_it_comes(
 
 def test_a_refused_prompt(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]) -> None:
     """O-62"""
-    assert main(["generate", "x" * 1000]) == 2
+    assert main(["generate", "--raw", "x" * 1000]) == 2
     assert "jpaged generate: error: the prompt has 1000 tokens" in capsys.readouterr().err
 
 

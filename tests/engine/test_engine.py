@@ -1,5 +1,6 @@
 """The engine as its users see it: limits, refusals, pressure, reuse."""
 
+import json
 import re
 
 import numpy as np
@@ -16,17 +17,23 @@ LETTERS = "abcdefghij"
 
 @pytest.fixture(scope="session")
 def scripted_folder(tmp_path_factory):
-    """A model that says "abcdefghij", then the end-of-sequence token, whatever the prompt."""
+    """A model that says "abcdefghij", then the end-of-sequence token, whatever the prompt.
+
+    Its configs name another such token, as those of a base model do.
+    """
     tokenizer = byte_tokenizer()
     letters = [tokenizer.token_to_id(letter) for letter in LETTERS]
     eos = tokenizer.token_to_id("</s>")
-    return save_scripted_model(
+    folder = save_scripted_model(
         tmp_path_factory.mktemp("scripted"),
         tokenizer,
         chain([*letters, eos]),
         first_token=letters[0],
-        eos_token_ids=[eos],
+        eos_token_ids=[tokenizer.token_to_id("!")],
     )
+    recommended = {"eos_token_id": [tokenizer.token_to_id("?")], "temperature": 0.5, "top_k": 1}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +64,7 @@ def assert_idle(llm: LLM) -> None:
 
 
 def test_text_in_text_out(llm):
+    """O-76: the answer ends at the tokenizer's end of sequence, which no config names."""
     [output] = llm.generate("hello", params(32))
     assert output.finished and output.prompt == "hello"
     completion = output.outputs[0]
@@ -64,6 +72,22 @@ def test_text_in_text_out(llm):
     assert completion.finish_reason is FinishReason.STOP and completion.stop_reason is None
     timing = output.timing
     assert timing.arrival <= timing.first_scheduled <= timing.first_token <= timing.finished
+
+
+def test_model_recommends_sampling_parameters(llm, monkeypatch):
+    """O-75: they are used when no params are given; params that are given are taken whole."""
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=1)
+    made = []
+    make_request = llm.engine.make_request
+
+    def recording(request_id, prompt, params):
+        made.append(params)
+        return make_request(request_id, prompt, params)
+
+    monkeypatch.setattr(llm.engine, "make_request", recording)
+    llm.generate("hello")
+    llm.generate("hello", SamplingParams())
+    assert made == [SamplingParams(temperature=0.5, top_k=1), SamplingParams()]
 
 
 def test_chat(llm):

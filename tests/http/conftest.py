@@ -80,6 +80,7 @@ def server(shared_server: RunningServer) -> RunningServer:
     engine.least_logprob = -math.inf
     engine.failure = None
     engine.dead = None
+    engine.sampling_defaults = {}
     engine.num_started = 0
     engine.num_generated = 0
     shared_server.app.state.is_draining = False

@@ -32,6 +32,7 @@ class ScriptedEngine(AsyncEngine):
     tokens_per_snapshot: steps from one snapshot to the next, as a slow reader sees them.
     least_logprob: log-probabilities below are minus infinity.
     failure: raised instead of the next token of every request.
+    last_params: parameters of the newest request.
     """
 
     # Properties of the base class, which tests set here.
@@ -43,6 +44,7 @@ class ScriptedEngine(AsyncEngine):
         self.tokenizer: Tokenizer | None = Tokenizer.from_folder(folder)
         self.model_name = MODEL_NAME
         self.max_model_len = MAX_MODEL_LEN
+        self.sampling_defaults: dict[str, Any] = {}
         self.metrics = Metrics(model_name=MODEL_NAME, max_model_len=MAX_MODEL_LEN)
         self.seconds_per_token = 0.0
         self.tokens_per_snapshot = 1
@@ -52,6 +54,7 @@ class ScriptedEngine(AsyncEngine):
         self.running: dict[str, RequestGroup] = {}
         self.num_started = 0
         self.num_generated = 0
+        self.last_params: SamplingParams | None = None
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=self.tokenizer.vocab_size,
@@ -93,6 +96,7 @@ class ScriptedEngine(AsyncEngine):
     ) -> AsyncGenerator[RequestOutput]:
         request_id = request_id or f"request-{self.num_started}"
         assert request_id not in self.running
+        self.last_params = params
         group = self._inputs.request(request_id, prompt, params)
         self.running[request_id] = group
         self.num_started += 1

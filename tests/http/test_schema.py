@@ -1,10 +1,13 @@
 """Answers have OpenAI's form (R5: the openai package's types accept them) and the right content."""
 
+from typing import Any
+
 import pytest
 from openai import OpenAI
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
+from jpaged.sampling_params import SamplingParams
 from tests.http.conftest import RunningServer
 from tests.http.scripted_engine import MAX_MODEL_LEN, MODEL_NAME
 
@@ -179,3 +182,27 @@ def test_stop_strings_need_a_tokenizer(server: RunningServer) -> None:
         server.engine.tokenizer = tokenizer
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"temperature": 0.05, "top_k": 1, "top_p": 0.9}),
+        ({"temperature": None, "top_p": None}, {"temperature": 0.05, "top_k": 1, "top_p": 0.9}),
+        ({"temperature": 1, "top_k": 0}, {"temperature": 1.0, "top_k": 0, "top_p": 0.9}),
+        ({"temperature": 0, "top_p": 1}, {"temperature": 0.0, "top_k": 1, "top_p": 1.0}),
+    ],
+)
+def test_sampling_is_the_models_unless_the_request_says(
+    server: RunningServer, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """O-75: on both endpoints."""
+    server.engine.sampling_defaults = {"temperature": 0.05, "top_k": 1, "top_p": 0.9}
+    bodies = {
+        "completions": {"prompt": "a"},
+        "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    }
+    for path, body in bodies.items():
+        answer = server.post(f"/v1/{path}", {**body, "max_tokens": 2, **given})
+        assert answer.status_code == 200, answer.text
+        assert server.engine.last_params == SamplingParams(max_tokens=2, **expected)

@@ -98,24 +98,6 @@ def test_rope_lengths_are_found_where_configs_have_them(hf_config: Config) -> No
     )
 
 
-@pytest.mark.parametrize(
-    ("generation_config", "expected"),
-    [
-        (None, (2,)),
-        ({}, (2,)),
-        ({"temperature": 0.5}, (2,)),
-        ({"eos_token_id": [3, 4]}, (3, 4)),
-        ({"eos_token_id": 5}, (5,)),
-        ({"eos_token_id": None}, ()),
-    ],
-)
-def test_generation_config_wins_for_eos(
-    hf_config: Config, generation_config: Config | None, expected: tuple[int, ...]
-) -> None:
-    """O-52, parsing."""
-    assert ModelConfig.from_hf(hf_config, generation_config).eos_token_ids == expected
-
-
 def test_config_itself_may_list_eos_tokens(hf_config: Config) -> None:
     """O-52, parsing."""
     config = ModelConfig.from_hf(hf_config | {"eos_token_id": [7, 8, 9]})
@@ -171,6 +153,7 @@ def test_missing_key_is_named(hf_config: Config, key: str) -> None:
             r"low_freq_factor \(4.0\) .* must be below high_freq_factor \(4.0\)",
         ),
         ("eos_token_id", -1, "eos_token_id in config.json must be a token id or a list"),
+        ("eos_token_id", [2, 51], "eos_token_id in config.json has the token id 51, .* ends at 50"),
         ("eos_token_id", ["2"], "eos_token_id in config.json must be a token id or a list"),
         ("layer_types", "full_attention", "layer_types in config.json must be a list of strings"),
         (
