@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jpaged.bench import kernel_tuning
+from jpaged.bench.kernels import tuning
 from jpaged.bench.kernels.cases import Case
 from jpaged.bench.kernels.contenders import Contender, NotApplicable
 from jpaged.bench.kernels.reference import reference
@@ -45,7 +45,7 @@ def tune(monkeypatch, tmp_path):
                 raise NotApplicable("not in this test")
             return make_backend(name, case.shape, V5E, interpret=True)
 
-        monkeypatch.setattr(kernel_tuning, "backend_for", backend_for)
+        monkeypatch.setattr(tuning, "backend_for", backend_for)
         tune_kernels(cases, run.path, seconds=0.01)
         return json.loads(run.path.read_text())
 
@@ -70,17 +70,17 @@ def costs(monkeypatch, clock):
 
         return Contender(attention.name, run)
 
-    monkeypatch.setattr(kernel_tuning, "attention_contender", contender)
-    monkeypatch.setattr(kernel_tuning, "reference", remembered)
-    monkeypatch.setattr(kernel_tuning, "in_layout_of", lambda _, inputs: inputs)
+    monkeypatch.setattr(tuning, "attention_contender", contender)
+    monkeypatch.setattr(tuning, "reference", remembered)
+    monkeypatch.setattr(tuning, "in_layout_of", lambda _, inputs: inputs)
     return costs
 
 
 def test_real_kernels(monkeypatch, clock, tune, capsys):
     """What helps is combined. What fails or answers wrong is left out, however fast it is."""
     choices = {"decode_tile": (64, 128), "decode_warps": (2, 4), "decode_stages": (2, 3, 4)}
-    monkeypatch.setattr(kernel_tuning, "choices_of", lambda sizes: choices)
-    real = kernel_tuning.attention_contender
+    monkeypatch.setattr(tuning, "choices_of", lambda sizes: choices)
+    real = tuning.attention_contender
 
     def contender(attention, case, inputs):
         made, sizes = real(attention, case, inputs), attention.measured
@@ -94,7 +94,7 @@ def test_real_kernels(monkeypatch, clock, tune, capsys):
 
         return replace(made, run=run)
 
-    monkeypatch.setattr(kernel_tuning, "attention_contender", contender)
+    monkeypatch.setattr(tuning, "attention_contender", contender)
     [entry] = tune("triton", DECODES)
     sizes = entry.pop("sizes")
     assert sizes["decode_tile"] == 64 and sizes["decode_warps"] == 2 and sizes["decode_stages"] == 3

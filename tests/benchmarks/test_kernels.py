@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as bundled
 
-from jpaged.bench import kernel_cases, kernels
+from jpaged.bench.kernels import cases, run
 from jpaged.bench.kernels.backends import attention_contender, in_layout_of
 from jpaged.bench.kernels.cases import CPU_WORKLOADS, Case, draw_inputs, select_cases
 from jpaged.bench.kernels.contenders import Contender, NotApplicable, as_numpy
@@ -33,8 +33,8 @@ CEILINGS = Ceilings(copy_gb_per_s=10.0, matmul_tflop_per_s=0.1)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setitem(CPU_WORKLOADS, "decode", ((1, 20), (1, 20)))
-    monkeypatch.setattr(kernel_cases, "ROTATED_BYTES", 1 << 20)
-    monkeypatch.setattr(kernel_cases, "MAX_POOLS", 2)
+    monkeypatch.setattr(cases, "ROTATED_BYTES", 1 << 20)
+    monkeypatch.setattr(cases, "MAX_POOLS", 2)
     monkeypatch.setattr("jpaged.bench.kernels.timing.COPY_BYTES", 1 << 20)
 
 
@@ -52,7 +52,7 @@ def test_a_run_on_this_machine(tmp_path, capsys):
     assert document["machine"]["dtype"] == document["machine"]["kv_cache_dtype"] == "float32"
     assert document["machine"]["copy_gb_per_s"] > 0 < document["machine"]["matmul_tflop_per_s"]
     results = {each["contender"]: each for each in document["results"]}
-    assert list(results) == list(kernels.contenders(SHIPPED_FILE))
+    assert list(results) == list(run.contenders(SHIPPED_FILE))
     assert {each["case"] for each in results.values()} == {"smollm2-135m/decode"}
     for name, reason in {
         "triton": "its kernels run on NVIDIA cards only",
@@ -95,7 +95,7 @@ def test_backends_answer_as_the_reference(pool_dtype):
 def test_the_peer_for_tpus_gets_what_it_wants(monkeypatch):
     """Its own reference takes its place, which has the same arguments but for those of the chip."""
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=80, softcap=3.0, has_window=True)
-    monkeypatch.setattr(kernel_cases, "WINDOW", 30)
+    monkeypatch.setattr(cases, "WINDOW", 30)
     case = case_of(shape, ((1, 40), (9, 40)))
     inputs = draw_inputs(case)
     expected = reference(case, inputs)
@@ -134,15 +134,14 @@ def test_wrong_answers_have_no_times(monkeypatch):
     def failing(case, inputs):
         raise RuntimeError("no such kernel\nand more")
 
-    makers = kernels.contenders(SHIPPED_FILE) | {"xla": wrong, "torch-sdpa": failing}
+    makers = run.contenders(SHIPPED_FILE) | {"xla": wrong, "torch-sdpa": failing}
     results = {
-        each.contender: each
-        for each in kernels.bench_case(case_of(), makers, CEILINGS, seconds=0.01)
+        each.contender: each for each in run.bench_case(case_of(), makers, CEILINGS, seconds=0.01)
     }
     assert results["xla"].microseconds is None and "wrong by" in results["xla"].reason
     assert results["torch-sdpa"].reason == "failed: RuntimeError: no such kernel"
     assert results["gather-dense"].microseconds > 0
-    monkeypatch.setattr(kernels, "contenders", lambda _: makers)
+    monkeypatch.setattr(run, "contenders", lambda _: makers)
     with pytest.raises(SystemExit, match="Wrong or no answer: xla in smollm2-135m/decode"):
         main(["bench", "kernels", "--shapes", "smollm2-135m/decode", "--seconds", "0.01"])
 
