@@ -4,6 +4,10 @@ ARGS ?=
 
 BIN := .venv/bin
 NEWEST := .venv-newest
+REPORTS := .cache/reports
+# As many workers as a small machine has cores: two engines at once take 6 GiB.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=15
 
 .PHONY: help install install-dev serve test test-long test-mutations test-main test-newest lint format bench clean
 
@@ -12,7 +16,7 @@ help:
 	@echo "make serve        start the server; ARGS='--port 9000' passes options on"
 	@echo "make install-dev  what working on jpaged needs"
 	@echo "make test         all checks and tests, then the newest Python and JAX found"
-	@echo "make test-long    the tests that take minutes each"
+	@echo "make test-long    the tests that take minutes each; SLICE=1/3 runs a third of them"
 	@echo "make test-mutations  show that the tests notice each listed breakage of the code"
 	@echo "make lint         ruff, pyright and import rules only"
 	@echo "make format       let ruff format the code"
@@ -54,10 +58,11 @@ format: .venv/installed-dev
 test-main: .venv/installed-dev
 	@$(BIN)/python -c 'import importlib.util as u; u.find_spec("torch") or print("No torch for this \
 	Python: the tests that compare with it are skipped. Python 3.11 has it.")'
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(PYTEST) --junitxml=$(REPORTS)/main.xml -m "not long" $(ARGS)
 
+# SLICE=2/3 runs the second of three slices.
 test-long: .venv/installed-dev
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(PYTEST) --junitxml=$(REPORTS)/long.xml -m long $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 # Breaks a copy of the code in many ways, one after the other; see tests/mutations/.
 test-mutations: .venv/installed-dev
@@ -65,7 +70,8 @@ test-mutations: .venv/installed-dev
 
 # Tests that need no torch, with the newest JAX. Python 3.11 has an older one.
 test-newest: .venv/installed-dev
-	@.ci/test-newest-python $(BIN)/python $(NEWEST) pyproject.toml
+	@.ci/test-newest-python $(BIN)/python $(NEWEST) pyproject.toml -n $(WORKERS) --dist loadgroup \
+	--junitxml=$(REPORTS)/newest.xml
 
 bench: .venv/installed-dev
 	$(BIN)/jpaged bench transformers $(ARGS)

@@ -63,6 +63,11 @@ class EngineConfig:
     )
     max_num_seqs: int = option(64, "most requests that run at once")
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
+    bucket_growth: int = option(
+        2,
+        "how many times larger each batch size that is compiled for is than the one before; more "
+        "compiles fewer programs, and computes more padding",
+    )
     enable_prefix_caching: bool = option(
         True, "reuse the KV blocks of requests that began with the same tokens"
     )
@@ -106,6 +111,7 @@ class EngineConfig:
             raise ConfigError("served_model_name must not be empty")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             _check_at_least(self, name, 1)
+        _check_at_least(self, "bucket_growth", 2)
         _check_at_least(self, "kv_cache_memory_bytes", 1)
         _check_at_least(self, "num_gpu_blocks_override", 1)
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -124,7 +130,7 @@ class EngineConfig:
 def _check_types(config: EngineConfig) -> None:
     """Options come from users of untyped code and command lines: refuse other types by name."""
     wanted = {
-        int: ("max_num_seqs", "max_num_batched_tokens", "seed"),
+        int: ("max_num_seqs", "max_num_batched_tokens", "bucket_growth", "seed"),
         str: (
             "model",
             "generation_config",

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import pytest
 from hypothesis import settings
-from jaxtyping import install_import_hook
 
-from tests import typechecker  # noqa: F401  # the hook finds it by name
+from tests import slices
+from tests.cpu_seconds import CpuSeconds
+from tests.typechecker import check_annotations
 
-# Shapes and types in annotations are checked in every call; before anything imports these.
-install_import_hook(["jpaged", "pallas_kernels"], "tests.typechecker.check")
+check_annotations()  # before anything imports what is checked
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -26,6 +26,33 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    slices.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(), "cpu-seconds")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select a slice of the long tests, and group the tests of a file.
+
+    With several workers, tests of a file run in the same one: they share engines and servers. Files
+    marked `spread` share nothing.
+    """
+    slices.deselect_others(config, items)
+    for item in items:
+        is_spread = any(mark.name == "spread" for mark in item.iter_markers())
+        if not is_spread and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.fixture(scope="session")
+def programs_folder(pytestconfig: pytest.Config) -> Path:
+    """Compiled programs of all tests, of all workers and of the runs before."""
+    return pytestconfig.rootpath / ".cache" / "programs"
 
 
 @pytest.fixture(scope="session")

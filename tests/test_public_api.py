@@ -9,6 +9,8 @@ import pytest
 
 import jpaged
 
+pytestmark = pytest.mark.smoke
+
 PUBLIC_NAMES = {
     "AsyncEngine",
     "BeamSearchParams",

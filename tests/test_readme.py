@@ -2,9 +2,13 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+import jpaged
+from tests.demo_engine import DEMO_OPTIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -15,7 +19,17 @@ def code_blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_python_example(demo_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.xdist_group("demo model")
+def test_python_example(
+    demo_model_path: Path,
+    programs_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it stands, with a smaller engine than a user gets, which other tests compile as well."""
+    options = {**DEMO_OPTIONS, "compilation_cache_dir": str(programs_folder)}
+    del options["max_model_len"]  # the example gives it
+    monkeypatch.setattr(jpaged, "LLM", partial(jpaged.LLM, **options))
     example = "\n".join(code_blocks("python"))
     exec(compile(example, "README.md", "exec"), {})
     first_line = capsys.readouterr().out.splitlines()[0]

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 SMALLEST_TOKEN_BUCKET = 16
 
 
-def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Rows of decode and sampling programs: powers of two up to the limit."""
-    return _doubling(1, max_num_seqs)
+def row_buckets(max_num_seqs: int, growth: int) -> tuple[int, ...]:
+    """Rows of decode and sampling programs: powers of `growth` up to the limit."""
+    return _growing(1, max_num_seqs, growth)
 
 
-def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Tokens of mixed programs: powers of two from 16 up to the limit."""
-    return _doubling(min(SMALLEST_TOKEN_BUCKET, max_num_batched_tokens), max_num_batched_tokens)
+def token_buckets(max_num_batched_tokens: int, growth: int) -> tuple[int, ...]:
+    """Tokens of mixed programs: from 16 up to the limit, each `growth` times the one before."""
+    smallest = min(SMALLEST_TOKEN_BUCKET, max_num_batched_tokens)
+    return _growing(smallest, max_num_batched_tokens, growth)
 
 
 def smallest_bucket(buckets: Sequence[int], size: int) -> int:
@@ -22,9 +23,9 @@ def smallest_bucket(buckets: Sequence[int], size: int) -> int:
     return buckets[index]
 
 
-def _doubling(first: int, last: int) -> tuple[int, ...]:
+def _growing(first: int, last: int, growth: int) -> tuple[int, ...]:
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        first *= growth
     return (*sizes, last)

@@ -44,6 +44,7 @@ class ProgramSpec:
 
     num_slots: most requests that run at once. num_table_blocks: blocks of the longest sequence.
     num_swap_blocks: blocks that host memory takes of preempted requests.
+    bucket_growth: how many times larger each size of a program is than the one before.
     """
 
     model: Model
@@ -54,14 +55,15 @@ class ProgramSpec:
     num_table_blocks: int
     seed: int
     num_swap_blocks: int = 0
+    bucket_growth: int = 2
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        return row_buckets(self.num_slots)
+        return row_buckets(self.num_slots, self.bucket_growth)
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        return token_buckets(self.max_num_tokens)
+        return token_buckets(self.max_num_tokens, self.bucket_growth)
 
     def forward_shape(self, num_tokens: int, *, decode_only: bool) -> ForwardShape:
         """Shape of the smallest forward program that holds so many tokens."""

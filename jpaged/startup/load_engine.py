@@ -135,6 +135,7 @@ def plan_memory(
         attention=attention,
         kv_cache=make_kv_cache(num_blocks=1),
         num_slots=config.max_num_seqs,
+        bucket_growth=config.bucket_growth,
         max_num_tokens=config.max_num_batched_tokens,
         num_table_blocks=-(-max_model_len // block_size),
         seed=config.seed,

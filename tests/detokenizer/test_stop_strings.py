@@ -12,6 +12,8 @@ from tests.doubles import (
     sentencepiece_tokenizer,
 )
 
+pytestmark = pytest.mark.smoke
+
 BYTES = byte_tokenizer()
 WORDS = byte_level_tokenizer()
 TOKENIZERS = {"bytes": BYTES, "byte-level": WORDS, "sentencepiece": sentencepiece_tokenizer()}

@@ -8,6 +8,7 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.errors import RequestError
 from jpaged.outputs import FinishReason
 from jpaged.sampling_params import SamplingParams
+from tests.demo_engine import DEMO_OPTIONS
 from tests.engine.prompts import DEMO_PROMPTS
 from tests.random_llama import save_random_llama
 
@@ -90,7 +91,7 @@ def test_equal_to_transformers(
 @pytest.mark.parametrize("width", [2, 4, 6])
 def test_demo_model_equal_to_transformers(width, demo_model_path, demo_hf_model, make_llm):
     """O-22 on real text, where end-of-sequence and neighbours' scores are those of a real model."""
-    llm = make_llm(demo_model_path, max_model_len=256)
+    llm = make_llm(demo_model_path, **DEMO_OPTIONS)
     eos = sorted(llm.engine.inputs.eos_token_ids)
     settings = itertools.product([0.0, 1.0, 2.0], [True, False])
     for number, (length_penalty, early_stopping) in enumerate(settings):

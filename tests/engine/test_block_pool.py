@@ -7,6 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jpaged.scheduling.block_pool import SINK_BLOCK, BlockPool
 
+pytestmark = pytest.mark.smoke
+
 NUM_BLOCKS = 12
 
 

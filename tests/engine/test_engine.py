@@ -63,6 +63,7 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.engine.has_unfinished
 
 
+@pytest.mark.smoke
 def test_text_in_text_out(llm):
     """O-76: the answer ends at the tokenizer's end of sequence, which no config names."""
     [output] = llm.generate("hello", params(32))
@@ -214,6 +215,7 @@ def test_stop_token_ids(llm):
     assert output.outputs[0].token_ids[-1] == token
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ends", ["eos", "stop string", "length", "abort"])
 def test_all_blocks_come_back(llm, ends):
     """O-04: whichever way a request ends, with a step still on its way."""

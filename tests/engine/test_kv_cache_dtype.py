@@ -13,6 +13,7 @@ from jpaged.execution.kv_scales import calibration_tokens, largest_values, with_
 from jpaged.execution.programs import lower_copy, lower_forward, lower_swap_in
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import TritonPagedAttention
+from tests.demo_engine import DEMO_OPTIONS
 from tests.engine.prompts import DEMO_PROMPTS
 from tests.random_llama import save_random_llama
 
@@ -172,7 +173,7 @@ def test_pools_too_large_for_a_backend(folder, make_llm):
 def test_demo_model_agrees(demo_model_path, make_llm):
     """20 prompts, 64 greedy tokens each of a float32 cache; the other cache's most likely token
     at each of these places, after the same tokens."""
-    options = {"max_model_len": 512, "enable_prefix_caching": False}
+    options = {**DEMO_OPTIONS, "enable_prefix_caching": False}
     exact = make_llm(demo_model_path, **options)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = exact.generate(DEMO_PROMPTS, params, use_tqdm=False)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jpaged.sampling_params import SamplingParams
+from tests.demo_engine import DEMO_OPTIONS
 from tests.engine.prompts import DEMO_PROMPTS
 from tests.hf_reference import assert_greedy_parity, hf_greedy, hf_greedy_along
 
@@ -34,7 +35,7 @@ WINDOWED = {
     "mistral-with-layer-types": {"family": "Mistral", "layer_types": MIXED_LAYERS},
 }
 NUM_TOKENS = 16
-DEMO_OPTIONS = [(8, 64), (32, 16), (128, 64)]
+LONG_DEMO_SIZES = [(16, 512), (8, 64), (32, 16), (128, 64)]
 
 
 def random_prompts(vocab_size: int, lengths: list[int]) -> list[list[int]]:
@@ -109,22 +110,24 @@ def test_sliding_windows(variant, budget, tiny_llama, hf_model, make_llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "block_size,budget",
-    [(16, 512), *(pytest.param(*pair, marks=pytest.mark.long) for pair in DEMO_OPTIONS)],
-)
-def test_demo_model(block_size, budget, demo_model_path, demo_hf_model, make_llm):
-    """20 prompts, 64 tokens each, alone (a few) and together."""
-    llm = make_llm(
-        demo_model_path,
-        block_size=block_size,
-        max_num_batched_tokens=budget,
-        max_num_seqs=8,
-        max_model_len=512,
+@pytest.mark.xdist_group("demo model")
+def test_demo_model(demo_model_path, demo_hf_model, make_llm):
+    check_demo_model(demo_model_path, demo_hf_model, make_llm, num_prompts=10, num_tokens=24)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block_size,budget", LONG_DEMO_SIZES)
+def test_demo_model_with_other_sizes(block_size, budget, demo_model_path, demo_hf_model, make_llm):
+    sizes = {"block_size": block_size, "max_num_batched_tokens": budget}
+    check_demo_model(
+        demo_model_path, demo_hf_model, make_llm, num_prompts=20, num_tokens=64, **sizes
     )
-    prompts = [llm.tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
-    answers = ours(llm, prompts, 64)
-    assert_greedy_parity(answers, hf_greedy_along(demo_hf_model, prompts, answers))
-    for alone in (prompts[:2], prompts[2:3]):
-        answers = ours(llm, alone, 64)
-        assert_greedy_parity(answers, hf_greedy_along(demo_hf_model, alone, answers))
+
+
+def check_demo_model(path, hf_model, make_llm, *, num_prompts, num_tokens, **sizes):
+    """All prompts together, and a few alone."""
+    llm = make_llm(path, **{**DEMO_OPTIONS, **sizes})
+    prompts = [llm.tokenizer.encode(prompt) for prompt in DEMO_PROMPTS[:num_prompts]]
+    for some in (prompts, prompts[:2], prompts[2:3]):
+        answers = ours(llm, some, num_tokens)
+        assert_greedy_parity(answers, hf_greedy_along(hf_model, some, answers))

@@ -14,6 +14,8 @@ from jpaged.startup.load_engine import measured_program_bytes
 from pallas_kernels.paged_attention import NO_WINDOW
 from tests.random_llama import save_random_llama
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory, make_llm):
@@ -59,12 +61,23 @@ def test_programs_do_not_copy_the_pool(spec, program):
 
 def test_counts_of_programs_add_up(spec):
     """O-61: tokens, rows and sampling rows are bucketed apart."""
+    spec = replace(spec, bucket_growth=2)
     assert spec.row_buckets == (1, 2, 4, 8)
     assert spec.token_buckets == (16, 32, 64)
     assert len(spec.forward_shapes()) == len(spec.row_buckets) + len(spec.token_buckets)
     assert spec.copy_buckets == (4, 8)
     num_forward = len(spec.forward_shapes())
     assert spec.num_programs == num_forward + len(spec.row_buckets) + len(spec.copy_buckets)
+
+
+@pytest.mark.parametrize(
+    "growth,rows,tokens",
+    [(2, (1, 2, 4, 8, 12), (16, 32, 64, 100)), (5, (1, 5, 12), (16, 80, 100))],
+)
+def test_bucket_growth_decides_how_many_programs_there_are(spec, growth, rows, tokens):
+    spec = replace(spec, num_slots=12, max_num_tokens=100, bucket_growth=growth)
+    assert (spec.row_buckets, spec.token_buckets) == (rows, tokens)
+    assert {shape.num_tokens for shape in spec.forward_shapes()} == {*rows, *tokens}
 
 
 def test_compiled_programs_refuse_other_shapes(llm, spec):

@@ -18,6 +18,8 @@ from jpaged.execution.sampler import (
 from jpaged.execution.step_inputs import SamplingInput
 from jpaged.sampling_params import MAX_REPORTED_TOKENS
 
+pytestmark = pytest.mark.smoke
+
 KEY = jax.random.key(0)
 
 

@@ -1,8 +1,6 @@
 """Whole steps of large models, compiled for TPUs that are not there."""
 
-import time
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict
 
 import pytest
 from jax.sharding import Mesh
@@ -12,7 +10,6 @@ from jpaged.models.config import ModelConfig
 from pallas_kernels.paged_attention import MosaicPagedAttention
 from pallas_kernels.paged_attention.mosaic_sizes import chip_sizes
 from tests.engine.large_models import LLAMA_3_8B, LLAMA_3_70B, Step, check_collectives
-from tests.kernels.bundled_tpu_attention import BundledTpuAttention
 from tests.kernels.tpu_compiler import (
     check_pool_stays_in_place,
     compile_for,
@@ -20,46 +17,18 @@ from tests.kernels.tpu_compiler import (
     whole_mesh,
 )
 
-pytestmark = needs_libtpu
+pytestmark = [needs_libtpu, pytest.mark.spread]
 
 GIB = 1 << 30
 CHIP_BYTES = {"v5e": 15.75 * GIB, "v6e": 31.24 * GIB}  # what libtpu leaves to programs
-# The sizes that the kernel takes where it knows no better ones.
-BUNDLED = BundledTpuAttention(fetch_blocks=128, tile_tokens=32)
 
 
-@dataclass(frozen=True)
-class CompiledStep:
-    """seconds: of all threads, as other processes may run."""
-
-    compiled: Compiled
-    pool_shape: tuple[int, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        memory = self.compiled.memory_analysis()
-        return (
-            f"{self.seconds:.1f} s; bytes a chip: arguments {memory.argument_size_in_bytes:,}, "
-            f"temporary {memory.temp_size_in_bytes:,}, output {memory.output_size_in_bytes:,}, "
-            f"of which in place {memory.alias_size_in_bytes:,}, "
-            f"code {memory.generated_code_size_in_bytes:,}"
-        )
-
-    @property
-    def pool_bytes(self) -> int:
-        """All that is updated in place. Sizes of sink blocks differ."""
-        return self.compiled.memory_analysis().alias_size_in_bytes
-
-    @property
-    def temporary_bytes(self) -> int:
-        return self.compiled.memory_analysis().temp_size_in_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        memory = self.compiled.memory_analysis()
-        made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        code = memory.generated_code_size_in_bytes
-        return memory.argument_size_in_bytes + memory.temp_size_in_bytes + made + code
+def total_bytes(compiled: Compiled) -> int:
+    """All memory that a chip needs while the program runs."""
+    memory = compiled.memory_analysis()
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    code = memory.generated_code_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + made + code
 
 
 def mosaic(config: ModelConfig, mesh: Mesh) -> MosaicPagedAttention:
@@ -71,29 +40,6 @@ def mosaic(config: ModelConfig, mesh: Mesh) -> MosaicPagedAttention:
         head_dim=config.head_dim,
         **asdict(chip_sizes(mesh.devices.flat[0].device_kind)),
     )
-
-
-@cache
-def compile_step(
-    topology: str, config: ModelConfig, batch: int, num_tokens: int, is_bundled: bool = False
-) -> CompiledStep:
-    """Contexts of 4096 tokens. All parameters are arguments, also those of the last matmul, which
-    another program does."""
-    mesh = whole_mesh(topology)
-    step = Step(
-        config=config,
-        attention=BUNDLED if is_bundled else mosaic(config, mesh),
-        pool_axis=2 if is_bundled else 1,
-        batch=batch,
-        context=4096,
-        num_tokens=num_tokens,
-    )
-    started = time.process_time()
-    forward, arguments = step.on(mesh)
-    compiled = compile_for(mesh, forward, *arguments, donate_argnums=1, keep_unused=True)
-    seconds = time.process_time() - started
-    [pool, *_] = arguments[1]
-    return CompiledStep(compiled, pool.sharding.shard_shape(pool.shape), seconds)
 
 
 @pytest.mark.parametrize(
@@ -108,19 +54,19 @@ def compile_step(
 )
 def test_step_of_a_large_model(topology, config, batch, num_tokens):
     """The pool in place, all of it within the chips' memory, and no collective but the sums."""
-    step = compile_step(topology, config, batch, num_tokens)
-    print(step)
-    check_pool_stays_in_place(step.compiled, step.pool_shape, "bfloat16", config.num_layers)
-    check_collectives(step.compiled, config)
-    assert step.total_bytes <= CHIP_BYTES[topology.split(":")[0]]
-
-
-@pytest.mark.slow
-def test_no_more_than_the_kernel_that_comes_with_jax():
-    """Less memory, and compiling takes about as long at most."""
-    case = "v5e:2x4", LLAMA_3_8B, 128, 128
-    ours, theirs = compile_step(*case), compile_step(*case, is_bundled=True)
-    print(f"ours:   {ours}\ntheirs: {theirs}")
-    assert ours.total_bytes - ours.pool_bytes <= theirs.total_bytes - theirs.pool_bytes
-    assert ours.temporary_bytes <= theirs.temporary_bytes
-    assert ours.seconds <= 1.5 * theirs.seconds
+    mesh = whole_mesh(topology)
+    step = Step(
+        config=config,
+        attention=mosaic(config, mesh),
+        pool_axis=1,
+        batch=batch,
+        context=4096,
+        num_tokens=num_tokens,
+    )
+    forward, arguments = step.on(mesh)
+    compiled = compile_for(mesh, forward, *arguments, donate_argnums=1, keep_unused=True)
+    [pool, *_] = arguments[1]
+    pool_shape = pool.sharding.shard_shape(pool.shape)
+    check_pool_stays_in_place(compiled, pool_shape, "bfloat16", config.num_layers)
+    check_collectives(compiled, config)
+    assert total_bytes(compiled) <= CHIP_BYTES[topology.split(":")[0]]

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
 
+from jpaged.cli.options import flag
+from tests.demo_engine import DEMO_OPTIONS, MAX_MODEL_LEN
 from tests.http.sse import DONE, parse_events
 from tests.http.test_disconnect import wait_until
 from tests.http.test_metrics import values
@@ -27,14 +30,6 @@ pytestmark = pytest.mark.slow
 START_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 60
 MODEL = "smollm2-135m-instruct"
-MAX_MODEL_LEN = 512
-OPTIONS = {
-    "--max-model-len": MAX_MODEL_LEN,
-    "--max-num-seqs": 4,
-    "--max-num-batched-tokens": 32,
-    "--num-gpu-blocks-override": 100,
-    "--shutdown-timeout": STOP_TIMEOUT_S,
-}
 PROMPTS = ["The capital of France is", "Once upon a time", "1, 2, 3, 4,"]
 
 
@@ -62,11 +57,15 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
+def process(programs_folder: Path) -> Iterator[Process]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "jpaged", "serve", "--port", str(port), "--check-invariants"]
-    command += [str(word) for option in OPTIONS.items() for word in option]
+    options = DEMO_OPTIONS | {
+        "shutdown_timeout": STOP_TIMEOUT_S,
+        "compilation_cache_dir": programs_folder,
+    }
+    command += [word for name, value in options.items() for word in (flag(name), str(value))]
     popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     started = Process(popen, f"http://127.0.0.1:{port}")
     reader = threading.Thread(target=lambda: started.output.extend(popen.stdout or ()))

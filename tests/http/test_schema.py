@@ -11,6 +11,8 @@ from jpaged.sampling_params import SamplingParams
 from tests.http.conftest import RunningServer
 from tests.http.scripted_engine import MAX_MODEL_LEN, MODEL_NAME
 
+pytestmark = pytest.mark.smoke
+
 
 def test_completion(server: RunningServer) -> None:
     body = server.post("/v1/completions", {"model": MODEL_NAME, "prompt": "abc"}).json()

@@ -15,6 +15,8 @@ from tests.http.conftest import RunningServer
 from tests.http.scripted_engine import MODEL_NAME
 from tests.http.sse import DONE, parse_events
 
+pytestmark = pytest.mark.smoke
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -52,10 +52,13 @@ def make_backend(name, shape):
     )
 
 
-def write_and_attend(backend, batch, *, decode_only, window=None, sinks=None, **options):
-    """The K/V of the step's own tokens are not in the pool before. Returns answers and pool.
+def write_and_attend(
+    backend, batch, *, decode_only, window=None, sinks=None, twice=False, **options
+):
+    """Run a layer on a pool that lacks the K/V of the step's own tokens. The window is traced.
 
-    Twice, as the order of float additions must not change. The window is traced.
+    Returns answers and pool. twice: run it again, and compare bit by bit: the order of float
+    additions must not change.
     """
     block_size = batch.pool.shape[1]
 
@@ -74,11 +77,12 @@ def write_and_attend(backend, batch, *, decode_only, window=None, sinks=None, **
     slots = jnp.array(batch.slots)
     arrays = jnp.array(batch.query), jnp.array(key), jnp.array(value), pool, slots
     with redirect_stdout(StringIO()) as printed:
-        first, again = (jax.device_get(run(*arrays, batch.metadata, traced)) for _ in range(2))
+        runs = [jax.device_get(run(*arrays, batch.metadata, traced)) for _ in range(1 + twice)]
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
-    np.testing.assert_array_equal(first[0], again[0])
-    assert_same_pool(*(pool for _, pool in (first, again)))
-    return first
+    for out, pool in runs[1:]:
+        np.testing.assert_array_equal(out, runs[0][0])
+        assert_same_pool(pool, runs[0][1])
+    return runs[0]
 
 
 def new_kv(batch):
@@ -112,7 +116,16 @@ def assert_same_pool(pool, expected):
 
 
 def check(
-    name, rows, shape, *, block_size=16, dtype="float32", pool_dtype=None, window=None, pad_rows=2
+    name,
+    rows,
+    shape,
+    *,
+    block_size=16,
+    dtype="float32",
+    pool_dtype=None,
+    window=None,
+    pad_rows=2,
+    twice=False,
 ):
     random = np.random.default_rng(block_size + shape.head_dim)
     decode_only = all(query_len == 1 for query_len, _ in rows)
@@ -135,7 +148,7 @@ def check(
         "sinks": sinks,
     }
     backend = make_backend(name, shape)
-    out, pool = write_and_attend(backend, batch, decode_only=decode_only, **options)
+    out, pool = write_and_attend(backend, batch, decode_only=decode_only, twice=twice, **options)
     out = out.astype(np.float64)
     expected = paged_attention_oracle(batch, **options)
     real = slice(batch.num_tokens)

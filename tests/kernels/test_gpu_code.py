@@ -17,8 +17,9 @@ from tests.kernels.gpu_compiler import (
     on,
 )
 
-pytestmark = needs_cuda_plugin
+pytestmark = [needs_cuda_plugin, pytest.mark.spread]
 BLOCK_SIZE, NUM_BLOCKS, NUM_TABLE_BLOCKS = 16, 16384, 256
+H100_MODELS = ("llama-3-8b", "gemma-2-9b", "gpt-oss-20b")
 
 
 def compile_attention(
@@ -78,8 +79,19 @@ def check_code(program, kernel):
     assert re.search(r"(mma\.sync|wgmma\.mma_async)\S*\.f32\.bf16\.bf16", code), kernel
 
 
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("name", MODEL_SHAPES)
+# H100 compiles what A100 does, and its own matmuls.
+@pytest.mark.parametrize(
+    "card,name",
+    [
+        pytest.param(
+            card,
+            name,
+            marks=() if card == "A100" or name in H100_MODELS else pytest.mark.long,
+        )
+        for card in CARDS
+        for name in MODEL_SHAPES
+    ],
+)
 def test_kernels_of_real_models(card, name, tmp_path):
     """A kernel whose registers spill would not compile."""
     shape = MODEL_SHAPES[name]
@@ -107,11 +119,24 @@ def test_other_types_do_not_spill(dtype, head_dim, tmp_path):
     compile_attention("A100", shape, tmp_path, num_rows=64, num_tokens=512, dtype=dtype)
 
 
+BYTE_POOLS = [
+    ("A100", "int8"),
+    ("A100", "float8_e5m2"),
+    ("H100", "int8"),
+    ("H100", "float8_e4m3fn"),
+]
+BYTE_POOL_MODELS = ["llama-3-8b", "gemma-2-9b", "gpt-oss-20b", "phi-2"]
+
+
+# In `make test` each of both once.
 @pytest.mark.parametrize(
-    "card,pool_dtype",
-    [("A100", "int8"), ("A100", "float8_e5m2"), ("H100", "int8"), ("H100", "float8_e4m3fn")],
+    "card,pool_dtype,name",
+    [
+        pytest.param(*pool, name, marks=() if first == second else pytest.mark.long)
+        for first, pool in enumerate(BYTE_POOLS)
+        for second, name in enumerate(BYTE_POOL_MODELS)
+    ],
 )
-@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-9b", "gpt-oss-20b", "phi-2"])
 def test_pools_of_one_byte(card, pool_dtype, name, tmp_path):
     shape = MODEL_SHAPES[name]
     program = compile_attention(

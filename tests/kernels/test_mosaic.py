@@ -8,6 +8,8 @@ from pallas_kernels.paged_attention.mosaic_items import prefill_items
 from pallas_kernels.testing import AttentionShape
 from tests.kernels.checks import BLOCKS_AND_HEADS, DECODES, GROUPS, PREFILLS, check, heads
 
+pytestmark = pytest.mark.spread
+
 ROWS = [(1, 5), (1, 16), (1, 150), (1, 33), (17, 17), (30, 100), (5, 205), (3, 3), (40, 64)]
 
 
@@ -22,7 +24,7 @@ def test_mixed_batch(block_size, group, head_dim, copies):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case,block_size,head_dim", BLOCKS_AND_HEADS)
+@pytest.mark.parametrize("case,block_size,head_dim", BLOCKS_AND_HEADS[::2])
 def test_full_matrix(case, block_size, head_dim):
     """As for all backends, but with races found out, and shorter rows for that: looking for races
     takes the square of the number of copies. A third of the lengths for each case."""
@@ -47,6 +49,7 @@ def test_long_prompt():
     check("pallas-tpu-races", [(1025, 1025)], heads(4, 128), block_size=128)
 
 
+@pytest.mark.smoke
 def test_decodes_only():
     check("pallas-tpu-races", [(1, 300), (1, 1), (1, 65), (1, 64), (1, 128)], heads(4, 128))
 

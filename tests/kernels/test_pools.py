@@ -7,6 +7,8 @@ import pytest
 from pallas_kernels.paged_attention.head_major_pool import HeadMajorPool
 from pallas_kernels.paged_attention.interleaved_pool import InterleavedPool
 
+pytestmark = [pytest.mark.smoke, pytest.mark.spread]
+
 LAYOUTS = [InterleavedPool(), HeadMajorPool()]
 HEAD_DIM = 16
 NUM_BLOCKS, BLOCK_SIZE = 4, 8

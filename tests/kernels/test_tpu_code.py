@@ -5,6 +5,7 @@ Mosaic refuses what a chip cannot do, and what does not fit its vector memory.
 
 import math
 from dataclasses import asdict
+from itertools import product
 
 import jax.numpy as jnp
 import pytest
@@ -24,7 +25,7 @@ from tests.kernels.tpu_compiler import (
     vector_memory_of,
 )
 
-pytestmark = needs_libtpu
+pytestmark = [needs_libtpu, pytest.mark.spread]
 POOL_BYTES = 512 << 20  # XLA moves small pools into vector memory
 
 
@@ -130,7 +131,13 @@ def test_long_contexts():
     compile_attention("v6e", MODEL_SHAPES["llama-3-8b"], context=128 << 10)
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param(chip, marks=() if chip in ("v4", "v5e") else pytest.mark.long)
+        for chip in TOPOLOGIES
+    ],
+)
 @pytest.mark.parametrize("method", ["copy_blocks", "scatter_blocks", "gather_blocks"])
 def test_blocks_move_in_place(chip, method):
     """Only as much memory as the moved blocks take; sources are read before targets are written."""
@@ -156,26 +163,40 @@ def test_blocks_move_in_place(chip, method):
     assert compiled.memory_analysis().temp_size_in_bytes <= 2 * math.prod(moved.shape)
 
 
+def two_chips_each(*values):
+    """Each combination of values with two of the chips, all chips in turn."""
+    chips = list(TOPOLOGIES)
+    for number, combination in enumerate(product(*values)):
+        for chip in (chips[number % 4], chips[(number + 2) % 4]):
+            yield chip, *combination
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("chip", TOPOLOGIES)
-@pytest.mark.parametrize("pool_dtype", ["int8", "float8_e5m2", "float8_e4m3fn"])
-@pytest.mark.parametrize("name", ["llama-3-8b", "phi-2"])
+@pytest.mark.parametrize(
+    "chip,pool_dtype,name",
+    list(two_chips_each(["int8", "float8_e5m2", "float8_e4m3fn"], ["llama-3-8b", "phi-2"])),
+)
 def test_pools_of_one_byte(chip, pool_dtype, name):
     compile_attention(chip, MODEL_SHAPES[name], pool_dtype=pool_dtype, block_size=32)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chip", TOPOLOGIES)
-@pytest.mark.parametrize("name", MODEL_SHAPES)
+@pytest.mark.parametrize("chip,name", list(two_chips_each(MODEL_SHAPES)))
 def test_real_models(chip, name):
     compile_attention(chip, MODEL_SHAPES[name])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chip", TOPOLOGIES)
 @pytest.mark.parametrize(
-    "dtype,block_size",
-    [("float32", 8), ("bfloat16", 64), ("bfloat16", 256), ("float32", 128)],
+    "chip,dtype,block_size",
+    [
+        ("v4", "float32", 8),
+        ("v5e", "bfloat16", 64),
+        ("v5p", "bfloat16", 256),
+        ("v6e", "float32", 128),
+        ("v4", "bfloat16", 256),
+        ("v5e", "float32", 8),
+    ],
 )
 def test_block_sizes(chip, dtype, block_size):
     shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, has_window=True)

@@ -18,6 +18,8 @@ from jpaged.models.formats.gguf_source import QUANTISED_TYPES, GgufSource
 from jpaged.models.rope import inverse_frequencies
 from tests.loading.llama_gguf import finish, write_llama_gguf
 
+pytestmark = pytest.mark.smoke
+
 Change = Callable[[gguf.GGUFWriter], None]
 
 

@@ -17,6 +17,8 @@ from jpaged.errors import CheckpointError, RequestError
 from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import BOS, EOS, TAG, byte_level_tokenizer
 
+pytestmark = pytest.mark.smoke
+
 LLAMA3_LIKE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -16,6 +16,8 @@ from jpaged.errors import CheckpointError
 from jpaged.models.formats.safetensors_source import SafetensorsSource
 from jpaged.models.weights import WeightSpec, load_weights
 
+pytestmark = pytest.mark.smoke
+
 TABLE = [
     WeightSpec(path="embedding", sources=("model.embed_tokens.weight",)),
     WeightSpec(path="qkv", sources=("q.weight", "k.weight", "v.weight"), transpose=True),
