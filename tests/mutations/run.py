@@ -76,7 +76,7 @@ class ScratchCopy:
             code, output = self.pytest(breakage.tests, "-x", "--tb=short")
         finally:
             path.write_text(text, "utf-8")
-        is_caught, reason = _judge(code, output)
+        is_caught, reason = judge(code, output)
         return Verdict(is_caught, reason, time.monotonic() - started)
 
     def _environment(self) -> dict[str, str]:
@@ -106,7 +106,8 @@ def _names_of_files() -> list[str]:
     return [name for name in listed.split("\0") if name and os.path.lexists(ROOT / name)]
 
 
-def _judge(code: int | None, output: str) -> tuple[bool, str]:
+def judge(code: int | None, output: str) -> tuple[bool, str]:
+    """Whether a run of pytest shows a failure that the breakage explains, and which one."""
     if code is None:
         return False, f"no answer after {TIMEOUT_SECONDS} s"
     if code == PASSED:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutations.breakages import ROOT, Breakage, all_breakages
+from tests.mutations.run import judge
 
 BREAKAGES = all_breakages()
 
@@ -32,3 +33,19 @@ def test_a_breakage_fits_the_code_and_the_tests(breakage: Breakage) -> None:
         path, _, name = test.partition("::")
         found = functions(ROOT / path)[name.partition("[")[0]]
         assert not is_long(found), f"{test} is no test of `make test`"
+
+
+@pytest.mark.parametrize(
+    "code,output,is_caught",
+    [
+        (1, "E   AssertionError: 1 != 2\nFAILED tests/a.py::test_b - AssertionError: 1 != 2", True),
+        (0, "1 passed", False),
+        (1, "E   ValueError: no\nERROR tests/a.py::test_b - ValueError: no", False),
+        (1, "E   NameError: x\nFAILED tests/a.py::test_b - NameError: x", False),
+        (2, "ERROR tests/a.py - ImportError: no", False),
+        (None, "", False),
+    ],
+    ids=["failure", "pass", "error-of-a-fixture", "no-sensible-code", "import-error", "hangs"],
+)
+def test_only_failures_count(code: int | None, output: str, is_caught: bool) -> None:
+    assert judge(code, output)[0] == is_caught
