@@ -16,6 +16,7 @@ from jpaged.execution.buckets import smallest_bucket
 from jpaged.execution.packing import pack_forward, pack_sampling
 from jpaged.execution.programs import Programs, ProgramSpec
 from jpaged.execution.sampler import Samples
+from jpaged.execution.slot_tables import SlotTables
 from jpaged.execution.step_inputs import ForwardShape
 from jpaged.outputs import TokenLogprobs
 from jpaged.scheduling.block_pool import SINK_BLOCK
@@ -90,13 +91,11 @@ class Runner:
         self._params = spec.model.params
         self._pools = spec.kv_cache.allocate()
         self._last_token = jnp.zeros(spec.num_slots, jnp.int32)
-        self._block_tables = np.zeros((spec.num_slots, spec.num_table_blocks), np.int32)
-        # What each row of `_block_tables` shows: a request's list, and how much of it.
-        self._shown: list[tuple[list[int], int]] = [([], 0)] * spec.num_slots
+        self._slot_tables = SlotTables(spec.num_slots, spec.num_table_blocks)
 
     def pack(self, batch: ScheduledBatch) -> PackedStep:
         """Make the arrays that a step takes from the host."""
-        self._update_block_tables(batch)
+        self._slot_tables.update(batch.rows)
         shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
         requests = [request for request, _ in batch.sampled]
         num_rows = smallest_bucket(self.spec.row_buckets, max(batch.num_outputs, 1))
@@ -107,7 +106,7 @@ class Runner:
             num_tokens=batch.num_tokens,
             has_prefill=bool(batch.prefills),
             shape=shape,
-            forward=pack_forward(batch, shape, self._block_tables),
+            forward=pack_forward(batch, shape, self._slot_tables.array),
             sampling_ints=ints,
             sampling_floats=floats,
             copies=self._pack_copies(batch.copies) if batch.copies else None,
@@ -154,16 +153,3 @@ class Runner:
         packed[1] = self.spec.kv_cache.layer_shape[0]  # past the end: no copy
         packed[:, : len(copies)] = np.transpose(copies)
         return packed
-
-    def _update_block_tables(self, batch: ScheduledBatch) -> None:
-        """Copy what is new of each request's table into the row of its slot.
-
-        A request that starts, or starts over, has a new list; a list only grows.
-        """
-        for row in batch.rows:
-            slot, block_ids = row.request.running_slot, row.request.block_ids
-            shown, num_shown = self._shown[slot]
-            known = num_shown if shown is block_ids else 0
-            if known != len(block_ids):
-                self._block_tables[slot, known : len(block_ids)] = block_ids[known:]
-                self._shown[slot] = (block_ids, len(block_ids))

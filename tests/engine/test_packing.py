@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.execution.packing import pack_forward, pack_sampling
+from jpaged.execution.slot_tables import SlotTables
 from jpaged.execution.step_inputs import ForwardShape, unpack_forward, unpack_sampling
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.request import Request
@@ -67,3 +68,23 @@ def test_sampling_of_a_mixed_batch():
     assert sampling.num_logprobs.tolist() == [-1, 1, *[2] * 5, -1]
     assert sampling.targets.tolist() == [-1, -1, *range(35, 40), -1]
     assert sampling.temperature.tolist() == [0.5, 0.5, *[0.0] * 6]
+
+
+def test_a_slot_shows_the_blocks_of_its_request():
+    """O-01: of a new request from the start, of one that goes on what is new, and of one that got
+    a copy of its last block the whole table."""
+    tables = SlotTables(NUM_SLOTS, 5)
+
+    def shown(request: Request) -> list[int]:
+        tables.update([ScheduledRequest(request, 0, 1, is_sampled=True)])
+        return tables.array[request.running_slot].tolist()[: len(request.block_ids)]
+
+    first, second = (make_request(1, 10, 3, seed=0) for _ in range(2))
+    first.block_ids = [7, 8, 9]
+    assert shown(first) == [7, 8, 9]
+    first.block_ids.append(4)
+    assert shown(first) == [7, 8, 9, 4]
+    first.block_ids = [7, 8, 9, 5]
+    assert shown(first) == [7, 8, 9, 5]
+    second.block_ids = [2, 3, 6]
+    assert shown(second) == [2, 3, 6]

@@ -40,12 +40,21 @@ def test_a_breakage_fits_the_code_and_the_tests(breakage: Breakage) -> None:
     [
         (1, "E   AssertionError: 1 != 2\nFAILED tests/a.py::test_b - AssertionError: 1 != 2", True),
         (0, "1 passed", False),
+        (1, "took 99 CPU seconds\nFAILED tests/a.py::test_b", False),
         (1, "E   ValueError: no\nERROR tests/a.py::test_b - ValueError: no", False),
         (1, "E   NameError: x\nFAILED tests/a.py::test_b - NameError: x", False),
         (2, "ERROR tests/a.py - ImportError: no", False),
         (None, "", False),
     ],
-    ids=["failure", "pass", "error-of-a-fixture", "no-sensible-code", "import-error", "hangs"],
+    ids=[
+        "failure",
+        "pass",
+        "slow",
+        "error-of-a-fixture",
+        "no-sensible-code",
+        "import-error",
+        "hangs",
+    ],
 )
 def test_only_failures_count(code: int | None, output: str, is_caught: bool) -> None:
     assert judge(code, output)[0] == is_caught
