@@ -14,13 +14,18 @@ MAX_PORT = 65535
 class ServerOptions:
     """Options of the HTTP server, checked once when they are made. Raises `ConfigError`."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of this machine's")
+    host: str = option(
+        "127.0.0.1",
+        "address or name to listen on; :: is all of this machine's addresses, 0.0.0.0 all of IPv4",
+    )
     port: int = option(8000, "port to listen on; 0 chooses a free one")
     shutdown_timeout: float = option(
         30.0, "seconds that running requests get to finish after Ctrl-C or SIGTERM"
     )
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host must not be empty; 0.0.0.0 or :: is all addresses")
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}")
         if not (self.shutdown_timeout >= 0 and math.isfinite(self.shutdown_timeout)):

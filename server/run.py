@@ -1,6 +1,7 @@
 """The life of a server: listen, start the engine, serve, drain, stop."""
 
 import asyncio
+import contextlib
 import json
 import shlex
 import socket
@@ -13,46 +14,36 @@ from fastapi import FastAPI
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError
 from jpaged.server.app import create_app
+from jpaged.server.listening import base_url, listen
 from jpaged.server.options import ServerOptions
+from jpaged.server.uvicorn_config import uvicorn_config
 from jpaged.startup.interruption import end_process
-
-# After the engine has stopped, answers have only their last bytes to send.
-LAST_BYTES_TIMEOUT_S = 2
-
-
-def listen(options: ServerOptions) -> socket.socket:
-    """A listening socket. Made before weights are loaded, as a taken port is found out here."""
-    address = (options.host, options.port)
-    try:
-        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server(address, family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"host {options.host} and port {options.port} cannot be listened on: "
-            f"{error.strerror or error}. Choose another port, or 0 for a free one."
-        ) from None
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises `JpagedError` when the server cannot start, and
     `EngineDeadError` at the end if the engine had stopped by itself."""
-    with listen(options) as listener:
-        asyncio.run(_serve(config, options, listener))
+    listeners = listen(options.host, options.port)
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        asyncio.run(_serve(config, options, listeners))
 
 
-async def _serve(config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
+async def _serve(
+    config: EngineConfig, options: ServerOptions, listeners: list[socket.socket]
+) -> None:
     engine = AsyncEngine(config)
     app = create_app(engine)
     server = SignalledServer(app)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=listeners))
     # Without a server nobody can be answered: end instead of waiting for a signal.
     serving.add_done_callback(lambda _: server.stop_requested.set())
     try:
         if await _finishes(engine.start(), before=server.stop_requested):
             server.has_promises = True
-            print(greeting(engine, base_url(listener)), flush=True)
+            print(greeting(engine, base_url(listeners, options.host)), flush=True)
             await server.stop_requested.wait()
             app.state.is_draining = True
             await _finishes(engine.drain(options.shutdown_timeout), before=server.stop_urged)
@@ -75,11 +66,6 @@ async def _finishes(work: Coroutine[Any, Any, None], *, before: asyncio.Event) -
     worker.cancel()
     await asyncio.gather(worker, return_exceptions=True)
     return False
-
-
-def base_url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def greeting(engine: AsyncEngine, url: str) -> str:
@@ -107,16 +93,7 @@ class SignalledServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI) -> None:
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
-        )
-        super().__init__(config)
+        super().__init__(uvicorn_config(app))
         self.has_promises = False
         self.stop_requested = asyncio.Event()
         self.stop_urged = asyncio.Event()

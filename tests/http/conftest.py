@@ -15,6 +15,8 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from jpaged.server.app import create_app
+from jpaged.server.listening import listen
+from jpaged.server.uvicorn_config import uvicorn_config
 from tests.http.scripted_engine import ScriptedEngine
 
 READY_TIMEOUT_S = 10
@@ -25,6 +27,7 @@ class RunningServer:
     engine: ScriptedEngine
     app: FastAPI
     port: int
+    uvicorn: uvicorn.Server
 
     @property
     def url(self) -> str:
@@ -47,9 +50,8 @@ def small_buffered(listener: socket.socket) -> socket.socket:
 @contextmanager
 def running_server(engine: ScriptedEngine) -> Iterator[RunningServer]:
     app = create_app(engine)
-    config = uvicorn.Config(app, lifespan="off", ws="none", log_level="critical")
-    server = uvicorn.Server(config)
-    listener = small_buffered(socket.create_server(("127.0.0.1", 0)))
+    server = uvicorn.Server(uvicorn_config(app))
+    [listener] = map(small_buffered, listen("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -57,7 +59,7 @@ def running_server(engine: ScriptedEngine) -> Iterator[RunningServer]:
         while not server.started:
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.01)
-        yield RunningServer(engine, app, listener.getsockname()[1])
+        yield RunningServer(engine, app, listener.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join()

@@ -44,7 +44,7 @@ class Engine(ScriptedEngine):
             self.dead = jpaged.errors.EngineDeadError(death)
 
 listen = jpaged.server.run.listen
-jpaged.server.run.listen = lambda options: small_buffered(listen(options))
+jpaged.server.run.listen = lambda *address: [small_buffered(each) for each in listen(*address)]
 jpaged.server.run.AsyncEngine = Engine
 sys.exit(main(["serve", *sys.argv[4:]]))
 """
