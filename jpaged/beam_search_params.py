@@ -10,6 +10,19 @@ from jpaged.sampling_params import (
     check_bool,
     check_int,
     check_number,
+    check_optional_int,
+)
+
+# Fields that mean the same in `SamplingParams`, which checks them.
+SHARED_FIELDS = (
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "detokenize",
+    "logprobs",
+    "prompt_logprobs",
 )
 
 
@@ -25,7 +38,8 @@ class BeamSearchParams:
         is likely.
     logprobs, prompt_logprobs: report the log-probabilities of answers' tokens, of the prompt's.
 
-    The others are those of `SamplingParams`. Raises `RequestError` that names the field.
+    The others are those of `SamplingParams`. Numbers may be numpy's. Raises `RequestError` that
+    names the field.
     """
 
     beam_width: int
@@ -43,16 +57,22 @@ class BeamSearchParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("beam_width", self.beam_width, low=1, high=MAX_REPORTED_TOKENS // 2)
-        if self.n is not None:
-            check_int("n", self.n, low=1, high=self.beam_width)
-        check_number("length_penalty", self.length_penalty, low=-100.0, high=100.0)
-        check_bool("early_stopping", self.early_stopping)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, low=1)
-        # The rest is checked by what each beam runs with.
-        object.__setattr__(self, "stop", self.sampling_params.stop)
-        object.__setattr__(self, "stop_token_ids", self.sampling_params.stop_token_ids)
+        width = check_int("beam_width", self.beam_width, low=1, high=MAX_REPORTED_TOKENS // 2)
+        checked = {
+            "beam_width": width,
+            "n": check_optional_int("n", self.n, low=1, high=width),
+            "length_penalty": check_number(
+                "length_penalty", self.length_penalty, low=-100.0, high=100.0
+            ),
+            "early_stopping": check_bool("early_stopping", self.early_stopping),
+            "max_tokens": check_optional_int("max_tokens", self.max_tokens, low=1),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        # A beam's parameters check the others.
+        each = self.sampling_params
+        for name in SHARED_FIELDS:
+            object.__setattr__(self, name, getattr(each, name))
 
     @property
     def num_sequences(self) -> int:
@@ -65,19 +85,9 @@ class BeamSearchParams:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Of one beam."""
-        return SamplingParams(
-            temperature=0.0,
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-            detokenize=self.detokenize,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-        )
+        """Parameters of each beam."""
+        shared = {name: getattr(self, name) for name in SHARED_FIELDS}
+        return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, **shared)
 
     def num_candidates(self, num_stop_token_ids: int) -> int:
         """Tokens looked at in a step, enough for `beam_width` that do not stop."""

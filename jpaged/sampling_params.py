@@ -1,9 +1,12 @@
 """How the tokens of one request are chosen, and when to stop."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Self
+
+import numpy as np
 
 from jpaged.errors import RequestError
 
@@ -12,6 +15,8 @@ MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_SEQUENCES = 128
 MAX_SEED = 2**63 - 1
+# The seed that asks for a random one, as in vLLM and llama.cpp.
+DRAWN_SEED = -1
 MAX_LOGPROBS = 20
 # Most likely tokens that a step reports at all: beam search looks at more than users do.
 MAX_REPORTED_TOKENS = 32
@@ -29,7 +34,7 @@ class SamplingParams:
     temperature: 0 chooses the most likely token; 1 samples from the model's distribution.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of tokens, most likely first, whose probability reaches top_p.
-    seed: makes the answer reproducible; None draws one when the request is admitted.
+    seed: makes the answer reproducible; None or -1 draws one when the request is admitted.
     max_tokens: most tokens to generate; None generates until the context is full.
     stop: strings that end the answer; it is cut before the earliest of them.
     stop_token_ids: tokens that end the answer, besides the model's end-of-sequence tokens.
@@ -42,7 +47,7 @@ class SamplingParams:
     prompt_logprobs: the same for every token of the prompt but the first, which follows nothing.
         With it max_tokens may be 0, to score a prompt without generating anything.
 
-    Raises `RequestError` that names the field.
+    Numbers may be numpy's. Raises `RequestError` that names the field.
     """
 
     n: int = 1
@@ -62,29 +67,37 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("n", self.n, low=1, high=MAX_SEQUENCES)
-        if self.best_of is not None:
-            check_int("best_of", self.best_of, low=self.n, high=MAX_SEQUENCES)
-        check_number("temperature", self.temperature, low=0.0, high=math.inf)
-        check_number("top_p", self.top_p, low=0.0, high=1.0, low_included=False)
-        check_int("top_k", self.top_k, low=-1, high=MAX_TOP_K)
-        if self.seed is not None:
-            check_int("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
+        for name, value in self._checked_numbers().items():
+            object.__setattr__(self, name, value)
         _check_max_tokens(self)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
             "skip_special_tokens",
             "detokenize",
         ):
-            check_bool(name, getattr(self, name))
+            object.__setattr__(self, name, check_bool(name, getattr(self, name)))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
             raise RequestError("stop needs text, but detokenize is False", param="stop")
+
+    def _checked_numbers(self) -> dict[str, int | float | None]:
+        n = check_int("n", self.n, low=1, high=MAX_SEQUENCES)
+        seed = check_optional_int("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
+        return {
+            "n": n,
+            "best_of": check_optional_int("best_of", self.best_of, low=n, high=MAX_SEQUENCES),
+            "temperature": check_number("temperature", self.temperature, low=0.0, high=math.inf),
+            "top_p": check_number("top_p", self.top_p, low=0.0, high=1.0, low_included=False),
+            "top_k": check_int("top_k", self.top_k, low=-1, high=MAX_TOP_K),
+            "seed": None if seed == DRAWN_SEED else seed,
+            "max_tokens": check_optional_int("max_tokens", self.max_tokens, low=0),
+            "logprobs": check_optional_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS),
+            "prompt_logprobs": check_optional_int(
+                "prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS
+            ),
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -120,42 +133,62 @@ class SamplingParams:
 
 def check_number(
     name: str, value: object, *, low: float, high: float, low_included: bool = True
-) -> None:
-    """Comparisons with NaN are false, so the test is written to let only good values through."""
+) -> float:
+    """The value as a float, if it is finite and within the limits."""
     interval = f"{'[' if low_included else '('}{low}, {high}{']' if high < math.inf else ')'}"
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        if (value > low or (low_included and value == low)) and value <= high:
-            return
-    raise RequestError(f"{name} must be a number in {interval}, got {value!r}", param=name)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = _float(value)
+        if math.isfinite(number) and (number > low or (low_included and number == low)):
+            if number <= high:
+                return number
+    raise RequestError(f"{name} must be a number in {interval}, got {_shown(value)}", param=name)
 
 
-def check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= low:
-        if high is None or value <= high:
-            return
+def _float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return math.inf
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes out integers of some thousand digits only
+        return f"an {type(value).__name__} that is too long to show"
+
+
+def check_int(name: str, value: object, *, low: int, high: int | None = None) -> int:
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= low:
+        if high is None or int(value) <= high:
+            return int(value)
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-    raise RequestError(f"{name} must be an integer {limits}, got {value!r}", param=name)
+    raise RequestError(f"{name} must be an integer {limits}, got {_shown(value)}", param=name)
 
 
-def check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
+def check_optional_int(
+    name: str, value: object, *, low: int, high: int | None = None
+) -> int | None:
+    return None if value is None else check_int(name, value, low=low, high=high)
+
+
+def check_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise RequestError(f"{name} must be true or false, got {_shown(value)}", param=name)
+    return bool(value)
 
 
 def _check_max_tokens(params: SamplingParams) -> None:
-    if params.max_tokens == 0 and not isinstance(params.max_tokens, bool):
-        if params.prompt_logprobs is None or params.num_sequences > 1:
-            raise RequestError(
-                "max_tokens must be an integer of at least 1, got 0, which makes sense only for "
-                "one answer with prompt_logprobs",
-                param="max_tokens",
-            )
-    elif params.max_tokens is not None:
-        check_int("max_tokens", params.max_tokens, low=1)
+    if params.max_tokens == 0 and (params.prompt_logprobs is None or params.num_sequences > 1):
+        raise RequestError(
+            "max_tokens must be an integer of at least 1, got 0, which makes sense only for "
+            "one answer with prompt_logprobs",
+            param="max_tokens",
+        )
 
 
-def _checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else _members("stop", stop, "strings")
     if len(strings) > MAX_STOP_STRINGS:
         raise RequestError(
             f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop"
@@ -164,19 +197,28 @@ def _checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_STRING_LENGTH:
             raise RequestError(
                 f"stop strings must have 1 to {MAX_STOP_STRING_LENGTH} characters, "
-                f"got {string!r:.80}",
+                f"got {_shown(string)}",
                 param="stop",
             )
     return strings
 
 
-def _checked_stop_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:
-    checked = tuple(token_ids or ())
-    if len(checked) > MAX_STOP_TOKEN_IDS:
+def _checked_stop_token_ids(token_ids: object) -> tuple[int, ...]:
+    listed = _members("stop_token_ids", token_ids, "integers")
+    if len(listed) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
-            f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(checked)}",
+            f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(listed)}",
             param="stop_token_ids",
         )
-    for token_id in checked:
-        check_int("stop_token_ids", token_id, low=0)
-    return checked
+    return tuple(check_int("stop_token_ids", token_id, low=0) for token_id in listed)
+
+
+def _members(name: str, value: object, kind: str) -> tuple[Any, ...]:
+    """Members of a list, a tuple, a set or a one-dimensional array; None has none."""
+    if value is None:
+        return ()
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return tuple(value.tolist())
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
+        raise RequestError(f"{name} must be a list of {kind}, got {_shown(value)}", param=name)
+    return tuple(value)

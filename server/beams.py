@@ -2,6 +2,7 @@
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.errors import RequestError
+from jpaged.sampling_params import DRAWN_SEED
 from jpaged.server.protocol import SamplingRequest
 
 # What belongs to beam search only, with the value that asks for nothing.
@@ -11,8 +12,8 @@ SAMPLING_FIELDS: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
-    "seed": (),
-    "best_of": (),
+    "seed": (DRAWN_SEED,),
+    "best_of": (1,),
 }
 
 

@@ -94,6 +94,7 @@ SAMPLING_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("top_p", ["--top-p", "0.5"], 0.5),
     ("top_k", ["--top-k", "-1"], -1),
     ("seed", ["--seed", "9"], 9),
+    ("seed", ["--seed", "-1"], None),  # O-74: draws one
     ("stop", ["--stop", "a", "--stop", "b"], ("a", "b")),
 ]
 

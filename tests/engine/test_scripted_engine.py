@@ -135,3 +135,15 @@ def test_beams_go_on_from_their_parents(length_penalty):
     assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in beams]
     expected = [total / num_tokens**length_penalty for total, _ in beams]
     assert [output.score for output in outputs] == pytest.approx(expected)
+
+
+def test_seed_minus_1_draws_one_each_time():
+    """O-74: any other seed repeats its answers, those of n > 1 too."""
+    engine = small_engine()
+    for seed, repeats in ((-1, False), (None, False), (-2, True), (0, True)):
+        params = sampling(temperature=1.0, seed=seed, n=2, max_tokens=16)
+        groups = [added(engine, PROMPT, params) for _ in range(4)]
+        run(engine)
+        for index in range(2):
+            answers = {group.output().outputs[index].token_ids for group in groups}
+            assert (len(answers) == 1) == repeats, seed

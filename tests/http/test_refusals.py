@@ -9,6 +9,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from jpaged.server.convert import completion_params
+from jpaged.server.protocol import CompletionRequest
 from tests.http.conftest import RunningServer
 from tests.http.scripted_engine import MAX_MODEL_LEN, MODEL_NAME
 
@@ -275,6 +277,14 @@ def tokens_of(response: httpx.Response) -> list[int]:
     lines = response.text.replace("data: ", "").replace("[DONE]", "").split("\n\n")
     chunks = [json.loads(line) for line in lines if line]
     return sum((choice.get("token_ids", []) for c in chunks for choice in c["choices"]), [])
+
+
+def test_seed_minus_1_is_no_seed() -> None:
+    """O-74: so beam search, which takes no seed, takes it too."""
+    for given in ({}, {"use_beam_search": True, "n": 2}):
+        request = CompletionRequest.model_validate({"prompt": "a", "seed": -1, **given})
+        params = completion_params(request, {}, has_text=True)
+        assert getattr(params, "seed", None) is None
 
 
 def test_user_is_accepted(server: RunningServer) -> None:
