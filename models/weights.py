@@ -1,6 +1,5 @@
 """From a checkpoint's tensors to a model's parameters on the device."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,15 +9,14 @@ import numpy as np
 
 from jpaged.errors import CheckpointError
 from jpaged.models.formats.tensor_source import TensorSource
+from jpaged.models.tied_head import HEAD
 from jpaged.progress import Progress
 
 NUM_READERS = 4
 # Rows transposed at once: that many cache lines are open while a row of the result is written.
 TRANSPOSE_ROWS = 16
-# Tensors that checkpoints carry and no model needs: a tied head, and frequencies computed here.
-SILENTLY_UNUSED = ("lm_head.weight", "rotary_emb.inv_freq")
-
-logger = logging.getLogger(__name__)
+# Ends of names of tensors that no parameter needs: buffers with what is computed here.
+UNREAD_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +43,10 @@ def load_weights(
     """Read every parameter in `abstract`, in its type and with its sharding where it has one.
 
     Nothing is read before names and shapes are checked: one `CheckpointError` lists all that is
-    missing or does not fit. Tensors that no parameter needs are logged as a warning.
+    missing, does not fit or would not be read. A tensor that is not read belongs to a variant of
+    the architecture that computes something else, such as one with biases.
     """
     _check_fit(abstract, table, source)
-    _warn_about_unused(table, source)
     num_bytes = sum(source.num_bytes(name) for spec in table for name in spec.sources)
     with (
         (progress or Progress()).bar(num_bytes, "loading weights") as advance,
@@ -78,6 +76,7 @@ def _check_fit(
             failures += _shape_failures(spec, abstract[spec.path].shape, source)
     for path in sorted(set(abstract) - {spec.path for spec in table}):
         failures.append(f"parameter {path} is in no row of the weight table")
+    failures += [f"{name} is used by no parameter" for name in _unused(table, source)]
     if failures:
         raise CheckpointError("the checkpoint does not fit the model:\n  " + "\n  ".join(failures))
 
@@ -96,17 +95,13 @@ def _shape_failures(spec: WeightSpec, expected: tuple[int, ...], source: TensorS
     return [f"{described}: expected shape {list(wanted)}{together} for parameter {spec.path}"]
 
 
-def _warn_about_unused(table: Sequence[WeightSpec], source: TensorSource) -> None:
+def _unused(table: Sequence[WeightSpec], source: TensorSource) -> list[str]:
+    """Tensors that nobody reads, but for buffers and the second copy of a tied head."""
     used = {name for spec in table for name in spec.sources}
-    unused = [
-        name for name in source.names() if name not in used and not name.endswith(SILENTLY_UNUSED)
-    ]
-    if unused:
-        logger.warning(
-            "the checkpoint has %d tensors that the model does not use: %s",
-            len(unused),
-            ", ".join(sorted(unused)),
-        )
+    may_be_unread = UNREAD_BUFFERS if HEAD in used else (*UNREAD_BUFFERS, HEAD)
+    return sorted(
+        name for name in source.names() if name not in used and not name.endswith(may_be_unread)
+    )
 
 
 def _load(

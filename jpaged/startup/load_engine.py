@@ -32,6 +32,7 @@ from jpaged.execution.runner import Runner
 from jpaged.inputs import InputProcessor
 from jpaged.metrics import Metrics
 from jpaged.models.loading import Model, load_model
+from jpaged.models.tied_head import with_stored_head
 from jpaged.progress import Progress
 from jpaged.startup.cache_folder import user_cache_folder
 from jpaged.startup.generation import answer_end_ids, sampling_defaults
@@ -82,7 +83,8 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     dtype = compute_dtype(config)
     kv_dtype = kv_cache_dtype(config, dtype)
     attention = choose_attention(config, model_config, kv_dtype, jax.local_devices()[0])
-    model = load_model(model_config, open_weights(files), dtype, progress)
+    source = open_weights(files)
+    model = load_model(with_stored_head(model_config, source), source, dtype, progress)
     model = with_kv_scales(model, kv_dtype)
     spec, max_model_len = plan_memory(config, model, attention, max_model_len)
     with progress.bar(spec.num_programs, "compiling", unit="") as advance:

@@ -1,6 +1,6 @@
 """From checkpoint tensors to parameters on the device."""
 
-import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from jpaged.errors import CheckpointError
+from jpaged.models.config import ModelConfig
 from jpaged.models.formats.safetensors_source import SafetensorsSource
+from jpaged.models.tied_head import with_stored_head
 from jpaged.models.weights import WeightSpec, load_weights
 
 pytestmark = pytest.mark.smoke
@@ -38,6 +40,11 @@ def tensors() -> dict[str, np.ndarray]:
     for name, num_rows in {"q": 40, "k": 20, "v": 20}.items():
         shapes |= {f"{name}.weight": (num_rows, 32), f"{name}.bias": (num_rows,)}
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def tied(hf_config: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.from_hf(hf_config | {"tie_word_embeddings": True})
 
 
 def source_of(tensors: dict[str, np.ndarray], folder: Path) -> SafetensorsSource:
@@ -139,26 +146,49 @@ def test_transposed_matrix_in_the_file_is_refused(
         load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
 
 
-def test_unknown_tensors_are_reported(
-    tensors: dict[str, np.ndarray], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["k.bias", "model.layers.0.q_norm.weight", "lm_head.bias"])
+def test_tensors_that_nobody_reads_are_refused(
+    tensors: dict[str, np.ndarray], tmp_path: Path, name: str
 ) -> None:
-    """O-43."""
-    tensors |= {name: np.zeros(2, np.float32) for name in ("adapter.b", "adapter.a")}
-    with caplog.at_level(logging.WARNING):
-        load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
-    assert "2 tensors that the model does not use: adapter.a, adapter.b" in caplog.text
+    """O-44: with all else that is wrong, and before anything is read."""
+    tensors |= {"adapter.b": np.zeros(2, np.float32), name: np.zeros(2, np.float32)}
+    del tensors["model.embed_tokens.weight"]
+    table = [spec for spec in TABLE if spec.path != "qkv_bias"]
+    wanted = {path: each for path, each in parameters().items() if path != "qkv_bias"}
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(wanted, table, source_of(tensors, tmp_path))
+    lines = str(caught.value).split("\n  ")
+    assert lines[1] == "model.embed_tokens.weight is missing"
+    assert {f"{name} is used by no parameter", "adapter.b is used by no parameter"} <= set(lines)
 
 
 def test_tied_model_may_have_its_head_and_frequencies(
-    tensors: dict[str, np.ndarray], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tensors: dict[str, np.ndarray],
+    tmp_path: Path,
+    tied: ModelConfig,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """O-43: a table without lm_head.weight is that of a tied model."""
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
-    with caplog.at_level(logging.WARNING):
-        loaded = load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
-    assert loaded.keys() == SHAPES.keys()
+    source = source_of(tensors, tmp_path)
+    assert load_weights(parameters(), TABLE, source).keys() == SHAPES.keys()
+    assert with_stored_head(tied, source) == tied
     assert not caplog.records
+
+
+def test_stored_head_that_differs_is_used(
+    tensors: dict[str, np.ndarray],
+    tmp_path: Path,
+    tied: ModelConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """O-90: an equal one stays tied, as does a model without."""
+    assert with_stored_head(tied, source_of(tensors, tmp_path)) == tied
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + np.float32(1)
+    untied = with_stored_head(tied, source_of(tensors, tmp_path))
+    assert untied == replace(tied, tie_word_embeddings=False)
+    assert "lm_head.weight in model.safetensors differs" in caplog.text
 
 
 def test_untied_model_without_its_head_is_refused(
