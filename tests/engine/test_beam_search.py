@@ -66,8 +66,18 @@ PROMPTS = [[5, 9, 200, 31, 8], list(range(40, 59)), [(7 * index) % 250 for index
 @pytest.mark.parametrize(
     "width", [4, pytest.param(2, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("early_stopping", [True, False])
+@pytest.mark.parametrize(
+    "length_penalty,early_stopping",
+    [
+        (0.0, True),
+        (1.0, False),
+        (2.0, True),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in [(0.0, False), (1.0, True), (2.0, False)]
+        ),
+    ],
+)
 def test_equal_to_transformers(
     width, length_penalty, early_stopping, tiny_llama, hf_model, make_llm
 ):
@@ -111,29 +121,30 @@ def folder(tmp_path_factory):
     return save_random_llama(tmp_path_factory.mktemp("random"))
 
 
-@pytest.mark.slow
-def test_answers_do_not_depend_on_how_they_ran(folder, make_llm):
+WAYS_TO_RUN = {
+    "beside others": {},
+    "little memory": {"num_gpu_blocks_override": 14},
+    "little memory, no cache": {"num_gpu_blocks_override": 14, "enable_prefix_caching": False},
+    "swap": {"num_gpu_blocks_override": 14, "preemption_mode": "swap"},
+}
+MORE_WAYS_TO_RUN = {
+    "few rows": {"max_num_seqs": 4},
+    "swap, no cache": {**WAYS_TO_RUN["swap"], "enable_prefix_caching": False},
+    "small blocks": {"block_size": 8},
+}
+
+
+@pytest.mark.parametrize(
+    "way", [*WAYS_TO_RUN, *(pytest.param(way, marks=pytest.mark.long) for way in MORE_WAYS_TO_RUN)]
+)
+def test_answers_do_not_depend_on_how_they_ran(folder, make_llm, way):
     """Alone, beside others, with little memory, without the cache: the same beams."""
     options = {"beam_width": 3, "length_penalty": 1.0}
     expected = [ours(make_llm(folder), [prompt], **options)[0] for prompt in PROMPTS]
-    for engine_options in (
-        {},
-        {"max_num_seqs": 4},
-        {"num_gpu_blocks_override": 14},
-        {"enable_prefix_caching": False, "num_gpu_blocks_override": 14},
-        {"num_gpu_blocks_override": 14, "preemption_mode": "swap"},
-        {
-            "num_gpu_blocks_override": 14,
-            "preemption_mode": "swap",
-            "enable_prefix_caching": False,
-        },
-        {"block_size": 8},
-    ):
-        llm = make_llm(folder, **engine_options)
-        got = ours(llm, PROMPTS, **options)
-        for one, other in zip(got, expected, strict=True):
-            assert one[0] == other[0]
-            assert one[1] == pytest.approx(other[1], abs=1e-4)
+    llm = make_llm(folder, **(WAYS_TO_RUN | MORE_WAYS_TO_RUN)[way])
+    for one, other in zip(ours(llm, PROMPTS, **options), expected, strict=True):
+        assert one[0] == other[0]
+        assert one[1] == pytest.approx(other[1], abs=1e-4)
 
 
 def test_beside_ordinary_requests(folder, make_llm):

@@ -13,7 +13,7 @@ from jpaged.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
-NUM_STEPS = 3000
+NUM_STEPS = 1500
 
 
 class ReservingTables(BlockTables):

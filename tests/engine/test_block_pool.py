@@ -82,7 +82,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=300, stateful_step_count=50)
+TestBlockPool.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 def test_releasing_a_free_block_raises():

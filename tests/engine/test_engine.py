@@ -243,7 +243,7 @@ def roomy_answers(random_folder, make_llm):
     """Greedy answers without memory pressure, one request at a time."""
 
     def answers(prompts, max_tokens):
-        llm = make_llm(random_folder, num_gpu_blocks_override=400)
+        llm = make_llm(random_folder)
         return [
             llm.generate([prompt], params(n, ignore_eos=True))[0].outputs[0].token_ids
             for prompt, n in zip(prompts, max_tokens, strict=True)
@@ -277,6 +277,7 @@ def test_preempted_requests_lose_nothing(random_folder, make_llm, roomy_answers)
     assert_idle(llm)
 
 
+@pytest.mark.long
 def test_500_requests_under_pressure(random_folder, make_llm, roomy_answers, count_compilations):
     """O-61: mixed lengths, a pool that forces preemption: exact counts, no compilation."""
     llm = make_llm(random_folder, num_gpu_blocks_override=16)

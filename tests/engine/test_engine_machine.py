@@ -1,5 +1,6 @@
 """The whole engine but for the model, under random operations in any order."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -233,5 +234,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(output.logprobs or ()) == len(answer)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestEngineMachine = EngineMachine.TestCase
+
+
+@pytest.mark.long
+class TestManyExamples(EngineMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

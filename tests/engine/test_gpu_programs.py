@@ -12,8 +12,15 @@ pytestmark = [needs_cuda_plugin, pytest.mark.slow, pytest.mark.spread]
 BATCH = 64
 
 
-@pytest.mark.parametrize("num_tokens", [BATCH, 2048], ids=["decode", "mixed"])
-@pytest.mark.parametrize("num_cards,context", [(1, 4096), (2, 8192)])
+@pytest.mark.parametrize(
+    "num_cards,context,num_tokens",
+    [
+        pytest.param(1, 4096, BATCH, id="1-decode"),
+        pytest.param(2, 8192, 2048, id="2-mixed"),
+        pytest.param(1, 4096, 2048, id="1-mixed", marks=pytest.mark.long),
+        pytest.param(2, 8192, BATCH, id="2-decode", marks=pytest.mark.long),
+    ],
+)
 def test_step_of_a_large_model(num_cards, context, num_tokens, tmp_path):
     """One launch for the host, the pool in place, and little memory beside it."""
     step = Step(

@@ -27,13 +27,13 @@ def spec_of(llm):
     return llm.engine._runner.spec
 
 
-def answers(llm, *, n=1, alone=False):
+def answers(llm, *, n=1, alone=False, num_tokens=40):
     """Twice, so that blocks are found again; prompts of which some begin alike."""
     prompts = [
         {"prompt_token_ids": [(start + 7 * index) % 200 for index in range(length)]}
         for length, start in [(75, 3), (20, 3), (1, 9), (50, 4), (64, 3), (33, 5)]
     ]
-    params = SamplingParams(n=n, temperature=0.0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(n=n, temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     batches = [[prompt] for prompt in prompts] if alone else [prompts, prompts]
     outputs = [output for batch in batches for output in llm.generate(batch, params)]
     llm.engine.scheduler.check_integrity()
@@ -51,43 +51,54 @@ def num_preemptions(llm) -> list[float]:
     ]
 
 
+@pytest.fixture(scope="module")
+def expected(folder, make_llm):
+    """Computed alone and whole, without cache or pressure."""
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 128}
+    return answers(make_llm(folder, kv_cache_dtype="int8", **options), alone=True)
+
+
 @pytest.mark.slow
-def test_answers_do_not_depend_on_how_they_are_computed(folder, make_llm):
-    """Alone and whole, in chunks, from the cache, preempted either way, several of a prompt."""
-    options = {"kv_cache_dtype": "int8"}
-    plain = make_llm(folder, enable_prefix_caching=False, max_num_batched_tokens=128, **options)
-    expected = answers(plain, alone=True)
-    for budget, memory in ((64, "roomy"), (16, "recompute"), (64, "swap")):
-        pressure = {"num_gpu_blocks_override": 14, "preemption_mode": memory}
-        llm = make_llm(
-            folder,
-            max_num_batched_tokens=budget,
-            **options,
-            **({} if memory == "roomy" else pressure),
-        )
-        before = num_preemptions(llm)
-        assert answers(llm) == answers(llm, n=3) == expected, f"{budget=} {memory=}"
-        preempted, swapped = np.subtract(num_preemptions(llm), before)
-        assert (preempted > 0) == (memory != "roomy") and (swapped > 0) == (memory == "swap")
+@pytest.mark.parametrize(
+    "budget,memory",
+    [
+        (64, "swap"),
+        pytest.param(64, "roomy", marks=pytest.mark.long),
+        pytest.param(16, "recompute", marks=pytest.mark.long),
+    ],
+)
+def test_answers_do_not_depend_on_how_they_are_computed(folder, make_llm, expected, budget, memory):
+    """In chunks, from the cache, preempted either way, several of a prompt."""
+    pressure = {"num_gpu_blocks_override": 14, "preemption_mode": memory}
+    llm = make_llm(
+        folder,
+        max_num_batched_tokens=budget,
+        kv_cache_dtype="int8",
+        **({} if memory == "roomy" else pressure),
+    )
+    before = num_preemptions(llm)
+    assert answers(llm) == answers(llm, n=3) == expected
+    preempted, swapped = np.subtract(num_preemptions(llm), before)
+    assert (preempted > 0) == (memory != "roomy") and (swapped > 0) == (memory == "swap")
 
 
 @pytest.mark.slow
 def test_kernels_answer_as_xla_does(folder, make_llm):
-    expected = answers(make_llm(folder, kv_cache_dtype="int8"))
+    expected = answers(make_llm(folder, kv_cache_dtype="int8"), num_tokens=12)
     llm = make_llm(folder, kv_cache_dtype="int8", attention_backend="triton")
     assert spec_of(llm).attention.name == "triton"
-    assert answers(llm) == expected
+    assert answers(llm, num_tokens=12) == expected
 
 
 @pytest.mark.slow
 def test_float8_in_kernels(folder, make_llm):
     """The same answers from the cache, and alone."""
     llm = make_llm(folder, kv_cache_dtype="float8_e5m2", attention_backend="triton")
-    assert answers(llm) == answers(llm, alone=True)
+    assert answers(llm, num_tokens=12) == answers(llm, num_tokens=12, alone=True)
     assert llm.engine._runner._pools[0].dtype == jnp.float8_e5m2
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", [pytest.param("auto", marks=pytest.mark.long), "int8"])
 def test_as_many_more_blocks_fit(folder, make_llm, kv_cache_dtype):
     llm = make_llm(
         folder,

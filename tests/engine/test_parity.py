@@ -76,11 +76,11 @@ def test_variants_of_llama(variant, tiny_llama, hf_model, make_llm):
 @pytest.mark.parametrize(
     "block_size,budget",
     [
-        *[(8, 64), (16, 16), (32, 512), (128, 64)],
+        *[(8, 64), (16, 16), (128, 64)],
         *(
             pytest.param(*pair, marks=pytest.mark.long)
             for pair in [(8, 16), (8, 512), (16, 64), (16, 512)]
-            + [(32, 16), (32, 64), (128, 16), (128, 512)]
+            + [(32, 16), (32, 64), (32, 512), (128, 16), (128, 512)]
         ),
     ],
 )
@@ -95,7 +95,10 @@ def test_block_sizes_and_budgets(block_size, budget, tiny_llama, hf_model, make_
     assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts[:4]], expected[:4])
 
 
-@pytest.mark.parametrize("budget", [17, 64, 299, 300])
+LONG_BUDGETS = (pytest.param(budget, marks=pytest.mark.long) for budget in (64, 299))
+
+
+@pytest.mark.parametrize("budget", [17, 300, *LONG_BUDGETS])
 def test_chunked_prefill_beside_decodes(budget, tiny_llama, hf_model, make_llm):
     """O-13: a long prompt in chunks, alone and while three others decode."""
     folder = tiny_llama(max_position_embeddings=512)

@@ -130,7 +130,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     requests=REQUESTS,
     num_blocks=st.integers(5, 14),

@@ -45,10 +45,10 @@ def mosaic(config: ModelConfig, mesh: Mesh) -> MosaicPagedAttention:
 @pytest.mark.parametrize(
     "topology,config,batch,num_tokens",
     [
-        pytest.param("v5e:2x4", LLAMA_3_8B, 128, 128, id="8b-v5e"),
-        pytest.param("v6e:2x2", LLAMA_3_8B, 128, 128, id="8b-v6e", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", LLAMA_3_8B, 128, 128, id="8b-v5e", marks=pytest.mark.slow),
+        pytest.param("v6e:2x2", LLAMA_3_8B, 128, 128, id="8b-v6e", marks=pytest.mark.long),
         pytest.param("v5e:2x4", LLAMA_3_8B, 128, 2048, id="8b-mixed", marks=pytest.mark.long),
-        pytest.param("v5e:4x4", LLAMA_3_70B, 32, 32, id="70b-v5e", marks=pytest.mark.slow),
+        pytest.param("v5e:4x4", LLAMA_3_70B, 32, 32, id="70b-v5e", marks=pytest.mark.long),
         pytest.param("v6e:2x4", LLAMA_3_70B, 64, 64, id="70b-v6e", marks=pytest.mark.long),
     ],
 )
