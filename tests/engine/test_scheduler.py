@@ -214,6 +214,19 @@ def test_latest_arrival_is_preempted_and_comes_back_first():
     assert simulation.num_preemptions <= 4
 
 
+def test_preempted_requests_come_back_before_newcomers():
+    """O-12: one that waits already, and would fit at once, stays behind."""
+    simulation = Simulation(num_blocks=6, max_num_seqs=2, budget=16)
+    first, preempted = (make_request(name, 5, 12) for name in "ab")
+    newcomer = make_request("c", 1, 1)
+    for request in (first, preempted, newcomer):
+        simulation.scheduler.add(request)
+    while not preempted.num_preemptions:
+        simulation.step()
+    assert list(simulation.scheduler.waiting) == [preempted, newcomer]
+    simulation.run()
+
+
 def test_prompt_larger_than_the_pool_is_refused_at_once():
     """O-09"""
     simulation = Simulation(num_blocks=5)
