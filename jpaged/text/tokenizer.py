@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from jpaged.errors import CheckpointError, RequestError
 from jpaged.models.formats.gguf_file import GgufFile
-from jpaged.models.formats.gguf_tokenizer import chat_template, gguf_tokenizer, special_token
+from jpaged.models.formats.gguf_tokenizer import chat_templates, gguf_tokenizer, special_token
 from jpaged.text.chat_roles import with_known_roles
 
 # transformers says on import that it found no PyTorch, which nothing here needs.
@@ -16,16 +16,29 @@ _transformers_logger.addFilter(lambda record: "PyTorch was not found" not in rec
 
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+from jpaged.text.chat_template import (  # noqa: E402
+    check_stored_templates,
+    template_location,
+    use_default_template,
+)
+
+PIPELINE_FILE = "tokenizer.json"
+TOKENIZER_FILES = (PIPELINE_FILE, "tokenizer.model", "vocab.json")
 
 
 class Tokenizer:
     """A Hugging Face tokenizer, with the ways of using it that an engine needs.
 
     May be used by several threads at once.
+
+    location: the file of its chat template, for messages.
+    Raises `CheckpointError` when that is no valid template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, location: str = "the tokenizer"
+    ) -> None:
+        self._other_templates = use_default_template(tokenizer, location)
         # Some tokenizers are saved with limits for training. They would be taken off at the first
         # use, but then perhaps by two threads at once, which the library does not allow.
         tokenizer.backend_tokenizer.no_truncation()
@@ -42,17 +55,25 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Raises `CheckpointError` when the folder has no tokenizer, or none that is supported."""
+        """Load the tokenizer of a folder in Hugging Face format.
+
+        Where there is a tokenizer.json, it alone says how text is split: the class that a config
+        names may stand for another pipeline, which transformers' AutoTokenizer builds then.
+        Raises `CheckpointError` when the folder has no tokenizer, or none that is supported.
+        """
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise CheckpointError(
                 f"{folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}); with "
                 "skip_tokenizer_init, prompts and answers are token ids only"
             )
-        # Not needed for GGUF files, and a second slower to import where PyTorch is installed.
-        from transformers import AutoTokenizer
-
+        check_stored_templates(folder)
+        if (folder / PIPELINE_FILE).is_file():
+            loader = PreTrainedTokenizerFast
+        else:
+            # Seldom needed, and a second slower to import where PyTorch is installed.
+            from transformers import AutoTokenizer as loader
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer = loader.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # The library raises what its parsers do, even plain Exception.
@@ -62,7 +83,7 @@ class Tokenizer:
                 f"the tokenizer of {folder} is a {type(tokenizer).__name__}, which has no "
                 "tokenizer.json; save it again as a fast tokenizer"
             )
-        return cls(tokenizer)
+        return cls(tokenizer, location=template_location(folder))
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Self:
@@ -71,13 +92,15 @@ class Tokenizer:
         return cls(
             PreTrainedTokenizerFast(
                 tokenizer_object=gguf_tokenizer(file),
-                chat_template=chat_template(file),
+                chat_template=chat_templates(file),
                 **tokens,
-            )
+            ),
+            location=file.path.name,
         )
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether plain chats can be put in a template."""
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -109,9 +132,11 @@ class Tokenizer:
         Raises `RequestError` with the template's own message when it does not take the messages.
         """
         if not self.has_chat_template:
+            others = ", ".join(self._other_templates)
+            kind = f"plain chats, only for {others}" if others else "chats"
             raise RequestError(
-                "the model has no chat template, so it takes no messages; send a prompt to the "
-                "completions endpoint instead",
+                f"the model has no chat template for {kind}, so it takes no messages; send a "
+                "prompt to the completions endpoint instead",
                 param="messages",
             )
         _check_messages(messages)

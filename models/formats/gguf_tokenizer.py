@@ -51,9 +51,15 @@ def special_token(file: GgufFile, role: str) -> str | None:
     return _token_with_role(reader, role)[0] if has_role else None
 
 
-def chat_template(file: GgufFile) -> str | None:
+def chat_templates(file: GgufFile) -> dict[str, str]:
+    """Chat templates by name; "default" is the one for plain chats."""
     reader = ConfigReader(file.metadata, name=file.path.name)
-    return reader.string("tokenizer.chat_template", None)
+    key = "tokenizer.chat_template"
+    keys = {"default": key} if key in file.metadata else {}
+    keys |= {
+        name.removeprefix(f"{key}."): name for name in file.metadata if name.startswith(f"{key}.")
+    }
+    return {name: reader.string(key) for name, key in keys.items()}
 
 
 def _token_with_role(reader: ConfigReader, role: str) -> tuple[str, int]:

@@ -309,3 +309,43 @@ def test_sentencepiece_without_space_prefix(write_tokenizer: WriteTokenizer) -> 
     token_ids = tokenizer.encode(" ab")
     assert tokens[token_ids[0]].startswith("▁")
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == " ab"
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_template"),
+    [
+        ({"": "default"}, True),
+        ({"": "default", ".tool_use": "tools"}, True),
+        ({".tool_use": "tools"}, False),
+        ({"": ""}, False),
+        ({}, False),
+    ],
+)
+def test_chat_templates_of_gguf_files(
+    write_tokenizer: WriteTokenizer, keys: dict[str, str], has_template: bool
+) -> None:
+    """O-78."""
+    file = write_tokenizer()
+    file.metadata |= {f"tokenizer.chat_template{name}": text for name, text in keys.items()}
+    tokenizer = Tokenizer.from_gguf(file)
+    assert tokenizer.has_chat_template == has_template
+    if has_template:
+        assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "default"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("", 5, r"^tokenizer\.chat_template in tokenizer\.gguf must be a string, got 5"),
+        (".rag", [1], r"^tokenizer\.chat_template\.rag in tokenizer\.gguf must be a string"),
+        ("", "{% if %}", "the chat template in tokenizer.gguf is no valid Jinja template"),
+    ],
+)
+def test_what_is_no_chat_template_is_named(
+    write_tokenizer: WriteTokenizer, key: str, value: Any, message: str
+) -> None:
+    """O-78."""
+    file = write_tokenizer()
+    file.metadata[f"tokenizer.chat_template{key}"] = value
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer.from_gguf(file)

@@ -15,7 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jpaged.errors import CheckpointError, RequestError
 from jpaged.text.tokenizer import Tokenizer
-from tests.doubles import BOS, EOS, TAG, byte_level_tokenizer
+from tests.doubles import (
+    BOS,
+    EOS,
+    TAG,
+    byte_level_tokenizer,
+    save_tokenizer,
+    sentencepiece_tokenizer,
+)
 
 pytestmark = pytest.mark.smoke
 
@@ -147,7 +154,7 @@ def test_model_without_a_chat_template_refuses_messages(make_folder: MakeFolder)
     tokenizer = Tokenizer.from_folder(make_folder(chat_template=None))
     assert not tokenizer.has_chat_template
     assert tokenizer.encode("the")
-    with pytest.raises(RequestError, match="has no chat template.*completions") as caught:
+    with pytest.raises(RequestError, match="no chat template for chats.*completions") as caught:
         tokenizer.encode_chat(CHAT)
     assert caught.value.param == "messages"
 
@@ -159,7 +166,6 @@ def test_model_without_a_chat_template_refuses_messages(make_folder: MakeFolder)
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
         ("{{ messages[7]['content'] }}", "no element 7"),
         ("{{ 1 / 0 }}", "division by zero"),
-        ("{% for message in messages %}", "Unexpected end of template"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' .* is unsafe"),
         (
             "{{ namespace.__init__.__globals__ }}",
@@ -179,6 +185,114 @@ def test_error_of_the_template_is_the_answer(
         tokenizer.render_chat(CHAT)
     assert caught.value.param == "messages"
     assert str(caught.value).startswith("the model's chat template does not take these messages")
+
+
+ONE, TWO = "one {{ messages[0]['content'] }}", "two {{ messages[0]['content'] }}"
+
+
+def named(**templates: str) -> list[dict[str, str]]:
+    return [{"name": name, "template": text} for name, text in templates.items()]
+
+
+def with_templates(folder: Path, in_config: Any, files: dict[str, str]) -> Path:
+    """The folder with these templates instead of its own."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": in_config
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("in_config", "files", "prefix"),
+    [
+        (named(default=ONE, tool_use=TWO), {}, "one"),
+        (named(tool_use=TWO), {"chat_template.jinja": ONE}, "one"),
+        (TWO, {"chat_template.jinja": ONE}, "one"),
+        # With files, transformers leaves the config alone.
+        (ONE, {"additional_chat_templates/rag.jinja": TWO}, None),
+        (None, {"chat_template.jinja": ONE, "additional_chat_templates/rag.jinja": TWO}, "one"),
+        (named(tool_use=TWO), {}, None),
+        ([], {}, None),
+        ("", {}, None),
+    ],
+)
+def test_template_for_plain_chats_is_used(
+    make_folder: MakeFolder, in_config: Any, files: dict[str, str], prefix: str | None
+) -> None:
+    """O-78: no other one; without it, texts can be completed all the same."""
+    tokenizer = Tokenizer.from_folder(with_templates(make_folder(), in_config, files))
+    assert tokenizer.has_chat_template == (prefix is not None)
+    assert tokenizer.encode("the")
+    if prefix is not None:
+        assert tokenizer.render_chat(CHAT) == f"{prefix} {CHAT[0]['content']}"
+        return
+    other = "rag" if files else "tool_use"
+    kind = f"plain chats, only for {other}" if in_config else "chats"
+    with pytest.raises(RequestError, match=f"has no chat template for {kind}, so .* completions"):
+        tokenizer.render_chat(CHAT)
+
+
+BROKEN = "{% for message in messages %}"
+
+
+@pytest.mark.parametrize(
+    ("in_config", "files", "message"),
+    [
+        (BROKEN, {}, r"in .*tokenizer_config\.json is no valid Jinja .*Unexpected end"),
+        (ONE, {"chat_template.jinja": BROKEN}, r"in .*chat_template\.jinja is no valid Jinja"),
+        (named(default=BROKEN), {}, "is no valid Jinja template"),
+        (5, {}, r"chat_template in .*tokenizer_config\.json must be a text or a list .* got 5"),
+        ([ONE], {}, r"must be a text or a list of objects with name and template, got \[\"one"),
+        ([{"name": "default"}], {}, "must be a text or a list of objects"),
+        ({"default": ONE}, {}, "must be a text or a list of objects"),
+        (named(default=ONE) * 2, {}, "has two templates of the name 'default'"),
+    ],
+)
+def test_what_is_no_template_is_named_at_start(
+    make_folder: MakeFolder, in_config: Any, files: dict[str, str], message: str
+) -> None:
+    """O-78."""
+    folder = with_templates(make_folder(), in_config, files)
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer.from_folder(folder)
+
+
+PIPELINE_TEXTS = (
+    *("the quick  fox", " a\n\n\tb", "theorem (a b : ℕ)", "Ciao! Come stai?", "2023 漢字 🔥"),
+    *(f"x{EOS}y {TAG} z", " hello world", ""),
+)
+TOKENIZER_CLASSES = (
+    *("LlamaTokenizerFast", "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"),
+    *("PreTrainedTokenizerFast", "TokenizersBackend", None),
+)
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_level_tokenizer, sentencepiece_tokenizer])
+@pytest.mark.parametrize("class_name", TOKENIZER_CLASSES)
+def test_text_is_split_as_tokenizer_json_says(
+    tmp_path: Path, make_tokenizer: Callable[[], Backend], class_name: str | None
+) -> None:
+    """O-77: whatever class the config names. The oracle reads the file alone, as AutoTokenizer
+    builds the pipeline of the class instead, which drops a first space, or fails."""
+    save_tokenizer(make_tokenizer(), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": class_name}
+    path.write_text(json.dumps(config))
+    raw = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.from_folder(tmp_path)
+    assert (ours.eos_token_id, ours.has_chat_template) == (raw.token_to_id(EOS), True)
+    for text in PIPELINE_TEXTS:
+        token_ids = raw.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == token_ids, repr(text)
+        assert ours.encode(text) == raw.encode(text).ids
+        decoded = raw.decode(token_ids, skip_special_tokens=False)
+        assert ours.decode(token_ids, skip_special_tokens=False) == decoded
 
 
 @pytest.mark.parametrize(
