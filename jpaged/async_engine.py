@@ -112,9 +112,9 @@ class AsyncEngine:
         """A conversation in the model's chat template."""
         return chat_prompt(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
-    async def check(self, prompt: Prompt, params: Params) -> None:
-        """Raise `RequestError` if `generate` would refuse this."""
-        await self._make_request("", prompt, params)
+    async def check(self, prompt: Prompt, params: Params) -> int:
+        """Number of tokens of the prompt. Raises `RequestError` if `generate` would refuse this."""
+        return (await self._make_request("", prompt, params)).num_prompt_tokens
 
     async def generate(
         self, prompt: Prompt, params: Params, *, request_id: str | None = None

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jpaged.outputs import FinishReason, RequestOutput
-from jpaged.server.deltas import Delta, deltas, given_prompt
+from jpaged.server.deltas import Delta, GivenPrompt, deltas, given_prompt
 from jpaged.server.echo import Echo, EchoedPrompt
-from jpaged.server.logprobs import chat_logprobs, completion_logprobs, text_tokens
+from jpaged.server.logprobs import chat_logprobs, completion_logprobs, joined, text_tokens
 from jpaged.server.prompt_logprobs import prompt_logprobs
 from jpaged.server.protocol import (
     ChatChoice,
@@ -20,12 +20,13 @@ from jpaged.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprobs,
     Usage,
 )
 from jpaged.text.token_text import TextOffsets
 from jpaged.text.tokenizer import Tokenizer
 
-_NO_ECHO = EchoedPrompt("", ())
+_NO_ECHO = EchoedPrompt("", None)
 
 
 @runtime_checkable
@@ -81,6 +82,7 @@ class CompletionFormat(_Format):
     echo: Echo | None
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     _offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
+    _shown_prompts: dict[GivenPrompt, PromptLogprobs] = field(default_factory=dict, init=False)
 
     @property
     def shows_prompt(self) -> bool:
@@ -131,10 +133,14 @@ class CompletionFormat(_Format):
         if delta.prompt is not None and self.returns_token_ids:
             choice["prompt_token_ids"] = list(delta.prompt.token_ids)
         if delta.prompt is not None and self.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(
-                delta.prompt, self.tokenizer, self.prompt_logprobs
-            )
+            choice["prompt_logprobs"] = self._prompt_logprobs(delta.prompt, self.prompt_logprobs)
         return choice
+
+    def _prompt_logprobs(self, prompt: GivenPrompt, num_top: int) -> PromptLogprobs:
+        """Made once for all choices of a prompt."""
+        if prompt not in self._shown_prompts:
+            self._shown_prompts[prompt] = prompt_logprobs(prompt, self.tokenizer, num_top)
+        return self._shown_prompts[prompt]
 
     def _logprobs(
         self, index: int, echoed: EchoedPrompt, delta: Delta
@@ -147,8 +153,8 @@ class CompletionFormat(_Format):
                 skip_special_tokens=self.skip_special_tokens,
                 start=len(echoed.text),
             )
-        tokens = [*echoed.tokens, *text_tokens(delta, self._offsets[index])]
-        return completion_logprobs(tokens, self.tokenizer)
+        tokens = text_tokens(delta, self._offsets[index])
+        return joined(echoed.logprobs, completion_logprobs(tokens, self.tokenizer))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from jpaged.server.convert import (
 )
 from jpaged.server.echo import echo_of
 from jpaged.server.errors import UnavailableError, add_error_handlers
+from jpaged.server.logprob_limit import check_num_logprobs
 from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, ModelList
 from jpaged.server.streaming import EventStream, collect, events, generate, unless_disconnected
 from jpaged.version import version
@@ -101,7 +102,7 @@ async def completions(request: Request) -> Response:
     )
     prompts = [salted(prompt, body.cache_salt) for prompt in completion_prompts(body)]
     check_num_answers(prompts, params)
-    return await _answer(request, prompts, params, answer_format, is_stream=body.stream)
+    return await _answer(request, body, prompts, params, answer_format)
 
 
 @router.post("/v1/chat/completions")
@@ -124,23 +125,22 @@ async def chat_completions(request: Request) -> Response:
         add_generation_prompt=body.add_generation_prompt,
     )
     prompts = [salted(prompt, body.cache_salt)]
-    return await _answer(request, prompts, params, answer_format, is_stream=body.stream)
+    return await _answer(request, body, prompts, params, answer_format)
 
 
 async def _answer(
     request: Request,
+    body: CompletionRequest | ChatCompletionRequest,
     prompts: Sequence[Prompt],
     params: Params,
     answer_format: AnswerFormat,
-    *,
-    is_stream: bool,
 ) -> Response:
     """Nothing is generated before all prompts are known to be good."""
     engine = _serving_engine(request)
-    for prompt in prompts:
-        await engine.check(prompt, params)
+    num_prompt_tokens = [await engine.check(prompt, params) for prompt in prompts]
+    check_num_logprobs(body, num_prompt_tokens, params)
     outputs = generate(engine, prompts, params, answer_format.id)
-    if is_stream:
+    if body.stream:
         return EventStream(events(outputs, answer_format))
     finals = await unless_disconnected(request.receive, collect(outputs))
     if params.logprobs is None and not answer_format.shows_prompt:

@@ -1,18 +1,21 @@
 """What is new in a snapshot of a request's answers: a stream sends only that."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenPrompt:
-    """text: None when it came as token ids. logprobs: one entry a token, None for the first."""
+    """text: None when it came as token ids. logprobs: one entry a token, None for the first.
+
+    Prompts of the same text and tokens are equal, and so are their log-probabilities.
+    """
 
     text: str | None
     token_ids: tuple[int, ...]
-    logprobs: Sequence[TokenLogprobs | None] | None
+    logprobs: Sequence[TokenLogprobs | None] | None = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,22 @@
 """Prompts in front of their answers: OpenAI's `echo` of completions."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jpaged.errors import RequestError
 from jpaged.outputs import TokenLogprobs
 from jpaged.server.deltas import GivenPrompt
-from jpaged.server.logprobs import TextToken
-from jpaged.server.protocol import CompletionRequest
+from jpaged.server.logprobs import TextToken, completion_logprobs
+from jpaged.server.protocol import CompletionLogprobs, CompletionRequest
 from jpaged.text.token_text import PromptOffsets
 from jpaged.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """tokens: none unless log-probabilities are wanted."""
+    """A prompt as the choices of an answer begin with it. logprobs: None if none are wanted."""
 
     text: str
-    tokens: Sequence[TextToken]
+    logprobs: CompletionLogprobs | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +26,17 @@ class Echo:
     tokenizer: Tokenizer | None
     skip_special_tokens: bool
     num_top: int | None
+    _made: dict[GivenPrompt, EchoedPrompt] = field(default_factory=dict, init=False)
 
     def of(self, prompt: GivenPrompt) -> EchoedPrompt:
-        text = self._text(prompt)
-        return EchoedPrompt(text, () if self.num_top is None else self._tokens(prompt, text))
+        """Made once for all choices: of a long prompt, log-probabilities are megabytes."""
+        if prompt not in self._made:
+            text = self._text(prompt)
+            logprobs = None
+            if self.num_top is not None:
+                logprobs = completion_logprobs(self._tokens(prompt, text), self.tokenizer)
+            self._made[prompt] = EchoedPrompt(text, logprobs)
+        return self._made[prompt]
 
     def _text(self, prompt: GivenPrompt) -> str:
         """As it was sent; of token ids, what they read."""

@@ -51,6 +51,18 @@ def completion_logprobs(
     }
 
 
+def joined(first: CompletionLogprobs | None, then: CompletionLogprobs) -> CompletionLogprobs:
+    """The entries of a prompt and those of an answer to it, which many answers may share."""
+    if first is None:
+        return then
+    return {
+        "tokens": first["tokens"] + then["tokens"],
+        "token_logprobs": first["token_logprobs"] + then["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + then["top_logprobs"],
+        "text_offset": first["text_offset"] + then["text_offset"],
+    }
+
+
 def chat_logprobs(delta: Delta, tokenizer: Tokenizer | None) -> ChatLogprobs | None:
     if delta.logprobs is None:
         return None

@@ -6,6 +6,7 @@ and the clean-up here is what aborts the engine's requests.
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -25,6 +26,10 @@ from jpaged.server.errors import GenerationError, UnavailableError, error_body
 from jpaged.server.protocol import ChatCompletionChunk, Completion, ErrorBody
 
 logger = logging.getLogger(__name__)
+
+# NEL, LINE SEPARATOR and PARAGRAPH SEPARATOR in UTF-8. They end no line of an event stream, but
+# clients that split lines as Unicode does would cut the JSON. It escapes control characters anyway.
+_LINE_ENDS = re.compile("\u0085|\u2028|\u2029".encode())
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -194,4 +199,8 @@ def _check_finish(output: RequestOutput) -> None:
 
 
 def _event(value: Completion | ChatCompletionChunk | ErrorBody) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"
+    return b"data: " + _LINE_ENDS.sub(_escaped, to_json(value)) + b"\n\n"
+
+
+def _escaped(match: re.Match[bytes]) -> bytes:
+    return f"\\u{ord(match.group().decode()):04x}".encode()

@@ -66,8 +66,8 @@ class ScriptedEngine(AsyncEngine):
         if self.dead is not None:
             raise self.dead
 
-    async def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        self._inputs.request("", prompt, params)
+    async def check(self, prompt: Prompt, params: SamplingParams) -> int:
+        return self._inputs.request("", prompt, params).num_prompt_tokens
 
     def chat_prompt(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True

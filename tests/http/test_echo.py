@@ -1,5 +1,6 @@
 """Prompts in front of their answers, and the log-probabilities of prompts' tokens."""
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,13 @@ from openai.types.chat import ChatCompletion
 from tokenizers import Tokenizer as PlainTokenizer
 from tokenizers import normalizers
 
+from jpaged.errors import RequestError
 from jpaged.outputs import TokenLogprobs
+from jpaged.server.convert import chat_params, completion_params
 from jpaged.server.deltas import GivenPrompt
 from jpaged.server.echo import Echo
+from jpaged.server.logprob_limit import check_num_logprobs
+from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 from jpaged.text.token_text import token_text
 from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import (
@@ -297,11 +302,8 @@ def echoed(tokenizer: Tokenizer, text: str | None, token_ids: list[int]) -> list
     echo = Echo(tokenizer=tokenizer, skip_special_tokens=True, num_top=0)
     prompt = echo.of(GivenPrompt(text=text, token_ids=tuple(token_ids), logprobs=logprobs))
     assert prompt.text == (text or tokenizer.decode(token_ids, skip_special_tokens=True))
-    found = []
-    for token in prompt.tokens:
-        token_id, begins_text = token.token_id, token.begins_text
-        found.append((token_text(tokenizer, token_id, begins_text=begins_text), token.offset))
-    return found
+    assert prompt.logprobs is not None
+    return list(zip(prompt.logprobs["tokens"], prompt.logprobs["text_offset"], strict=True))
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer, sentencepiece_tokenizer])
@@ -336,3 +338,85 @@ def test_prompts_that_are_normalized(tmp_path: Path) -> None:
     found = echoed(tokenizer, text, tokenizer.encode(text))
     misplaced = [piece for piece, offset in found if not text[offset:].startswith(piece)]
     assert misplaced == ["é", " ", "é", " "]
+
+
+CALLS = ("jpaged.server.echo.completion_logprobs", "jpaged.server.answers.prompt_logprobs")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_prompt_are_made_once(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, call: str, stream: bool
+) -> None:
+    """O-57: not for each of its choices, which are many."""
+    if stream and call == CALLS[1]:
+        return  # not in streams
+    made = []
+    module, name = call.rsplit(".", 1)
+    original = getattr(importlib.import_module(module), name)
+    monkeypatch.setattr(call, lambda *given: made.append(given) or original(*given))
+    body = {"prompt": ["ab c", "d"], "n": 8, "max_tokens": 2, "stream": stream}
+    fields = {"echo": True, "logprobs": 2} if call == CALLS[0] else {"prompt_logprobs": 2}
+    assert server.post(COMPLETIONS, {**body, **fields}).status_code == 200
+    assert len(made) == 2
+
+
+def limit_of(
+    given: dict[str, Any], num_prompt_tokens: list[int], *, chat: bool = False
+) -> tuple[str | None, str]:
+    """The field that is refused, and the message."""
+    if chat:
+        request = ChatCompletionRequest.model_validate({"messages": MESSAGES, **given})
+        params = chat_params(request, {}, has_text=True)
+    else:
+        request = CompletionRequest.model_validate({"prompt": "a", **given})
+        params = completion_params(request, {}, has_text=True)
+    try:
+        check_num_logprobs(request, num_prompt_tokens, params)
+    except RequestError as error:
+        return error.param, str(error)
+    return None, ""
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({"echo": True, "logprobs": 20, "n": 4, "max_tokens": 1}, 2**20 // (4 * 21) - 1),
+        ({"prompt_logprobs": 3, "max_tokens": 0}, 2**20 // 4),
+        ({"prompt_logprobs": 0, "n": 128}, 2**20 // 128),
+        (
+            {"echo": True, "logprobs": 1, "use_beam_search": True, "n": 4, "max_tokens": 1},
+            2**17 - 1,
+        ),
+    ],
+)
+def test_log_probabilities_of_one_answer_are_limited(given: dict[str, Any], most: int) -> None:
+    """O-57: prompts times choices times log-probabilities; those of answers count too."""
+    name = "prompt_logprobs" if "prompt_logprobs" in given else "logprobs"
+    assert limit_of(given, [most]) == (None, "")
+    param, message = limit_of(given, [most + 1])
+    assert param == name
+    assert message.startswith(name) and str(2**20) in message
+    # A list of prompts counts as one long prompt does, and each of its answers.
+    assert limit_of(given, [most // 2, most // 2 + 2])[0] == name
+
+
+def test_log_probabilities_of_answers_are_limited() -> None:
+    """O-57: one chat may fill a long context; many answers may not."""
+    chat = {"logprobs": True, "top_logprobs": 20}
+    assert limit_of(chat, [100_000], chat=True)[0] is None
+    assert limit_of({**chat, "n": 128}, [5], chat=True)[0] == "top_logprobs"
+    assert (
+        limit_of({"prompt_logprobs": 20, "n": 128, "max_tokens": 1}, [9000], chat=True)[0] is None
+    )
+    assert limit_of({"logprobs": 20, "n": 100, "max_tokens": 500}, [5])[0] == "logprobs"
+    assert limit_of({"logprobs": 20, "n": 100, "max_tokens": 400}, [5])[0] is None
+
+
+def test_too_many_log_probabilities_are_refused_before_any_work(server: RunningServer) -> None:
+    """O-57"""
+    for more in ({"echo": True, "logprobs": 20}, {"prompt_logprobs": 20}):
+        body = {"prompt": ["x" * 400] * 8, "n": 32, "max_tokens": 1, **more}
+        name = "prompt_logprobs" if "prompt_logprobs" in more else "logprobs"
+        assert_refused(server.post(COMPLETIONS, body), 400, name)
+    assert_nothing_was_started(server)

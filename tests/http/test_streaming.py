@@ -204,3 +204,34 @@ def test_slow_readers_get_every_token(openai_client: OpenAI) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         assert len(set(pool.map(read, range(32)))) == 32
+
+
+# All that str.splitlines() takes for the end of a line, but for LF and CR.
+LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_no_client_finds_other_line_ends(
+    server: RunningServer, openai_client: OpenAI, path: str
+) -> None:
+    """O-70: lines split as Unicode does are those of the stream; the text arrives unchanged."""
+    text = (
+        "".join(f"{letter}{end}" for letter, end in zip("abcdefgh", LINE_ENDS, strict=True)) + "✅"
+    )
+    if path == COMPLETIONS:
+        given = {"prompt": text, "echo": True, "max_tokens": 8}
+    else:
+        given = {"messages": [{"role": "user", "content": text}], "max_tokens": 64}
+    response = server.post(path, {**given, "stream": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.content.decode().splitlines() == response.content.decode().split("\n")[:-1]
+    chunks = parse_events(response.content)[:-1]
+    whole = server.post(path, given).json()["choices"][0]
+    expected = whole["text"] if path == COMPLETIONS else whole["message"]["content"]
+    assert text_of(chunks) == expected
+    assert text in expected or path == CHAT
+    if path == COMPLETIONS:
+        read = openai_client.completions.create(
+            model=MODEL_NAME, prompt=text, echo=True, max_tokens=8, stream=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in read) == expected
