@@ -5,11 +5,19 @@ import time
 from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from starlette.middleware.cors import CORSMiddleware
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.inputs import Params, Prompt
+from jpaged.server.access import (
+    CloseWhileDraining,
+    RefuseOtherSites,
+    RequireApiKey,
+    ServeUnderPrefix,
+)
 from jpaged.server.answers import AnswerFormat, ChatFormat, CompletionFormat
+from jpaged.server.api_keys import ApiKeys
 from jpaged.server.body import read_request
 from jpaged.server.convert import (
     chat_messages,
@@ -22,9 +30,11 @@ from jpaged.server.convert import (
     salted,
 )
 from jpaged.server.echo import echo_of
-from jpaged.server.errors import UnavailableError, add_error_handlers
+from jpaged.server.errors import ModelNotFoundError, UnavailableError, add_error_handlers
+from jpaged.server.json_response import JsonResponse
 from jpaged.server.logprob_limit import check_num_logprobs
-from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, ModelList
+from jpaged.server.options import ServerOptions
+from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, ModelCard, ModelList
 from jpaged.server.streaming import EventStream, collect, events, generate, unless_disconnected
 from jpaged.version import version
 
@@ -33,7 +43,11 @@ STARTING = "the server is starting: it loads the model or compiles programs"
 router = APIRouter()
 
 
-def create_app(engine: AsyncEngine) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    options: ServerOptions = ServerOptions(),  # noqa: B008  (it is frozen)
+    api_keys: ApiKeys = ApiKeys(),  # noqa: B008
+) -> FastAPI:
     """The API of an engine, which may still be starting: then all but /version answer 503."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.state.engine = engine
@@ -41,21 +55,43 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.state.is_draining = False
     app.include_router(router)
     add_error_handlers(app)
+    _add_middleware(app, options, api_keys)
     return app
 
 
-@router.get("/health")
+def _add_middleware(app: FastAPI, options: ServerOptions, api_keys: ApiKeys) -> None:
+    """From the innermost to the outermost."""
+    if api_keys:
+        app.add_middleware(RequireApiKey, keys=api_keys)
+    if options.allowed_origins:
+        # Outside of the keys: browsers ask first without one, and pages may read refusals.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    app.add_middleware(RefuseOtherSites, allowed=options.allowed_origins)
+    app.add_middleware(CloseWhileDraining)
+    if options.root_path:
+        app.add_middleware(ServeUnderPrefix, prefix=options.root_path)
+
+
+# Probes of load balancers use any of these.
+@router.api_route("/health", methods=["GET", "HEAD"])
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"])
 async def health(request: Request) -> Response:
     _serving_engine(request)
-    return JSONResponse({"status": "ok"})
+    return JsonResponse({"status": "ok"})
 
 
-@router.get("/version")
+@router.api_route("/version", methods=["GET", "HEAD"])
 async def show_version() -> Response:
-    return JSONResponse({"version": version()})
+    return JsonResponse({"version": version()})
 
 
-@router.get("/metrics")
+@router.api_route("/metrics", methods=["GET", "HEAD"])
 async def metrics(request: Request) -> Response:
     """Served while draining and after a failure too: that is when they are looked at."""
     engine: AsyncEngine = request.app.state.engine
@@ -65,22 +101,18 @@ async def metrics(request: Request) -> Response:
     return Response(content, headers={"Content-Type": content_type})
 
 
-@router.get("/v1/models")
+@router.api_route("/v1/models", methods=["GET", "HEAD"])
 async def models(request: Request) -> Response:
-    engine = _serving_engine(request)
-    listed: ModelList = {
-        "object": "list",
-        "data": [
-            {
-                "id": engine.model_name,
-                "object": "model",
-                "created": request.app.state.created,
-                "owned_by": "jpaged",
-                "max_model_len": engine.max_model_len,
-            }
-        ],
-    }
-    return JSONResponse(listed)
+    listed: ModelList = {"object": "list", "data": [_model_card(request)]}
+    return JsonResponse(listed)
+
+
+@router.api_route("/v1/models/{name:path}", methods=["GET", "HEAD"])
+async def model(request: Request, name: str) -> Response:
+    card = _model_card(request)
+    if name != card["id"]:
+        raise ModelNotFoundError(f"model {name!r:.200} is not served here; use {card['id']!r}")
+    return JsonResponse(card)
 
 
 @router.post("/v1/completions")
@@ -144,9 +176,20 @@ async def _answer(
         return EventStream(events(outputs, answer_format))
     finals = await unless_disconnected(request.receive, collect(outputs))
     if params.logprobs is None and not answer_format.shows_prompt:
-        return JSONResponse(answer_format.answer(finals))
+        return JsonResponse(answer_format.answer(finals))
     # In a thread, as log-probabilities of long texts are megabytes.
-    return await asyncio.to_thread(lambda: JSONResponse(answer_format.answer(finals)))
+    return await asyncio.to_thread(lambda: JsonResponse(answer_format.answer(finals)))
+
+
+def _model_card(request: Request) -> ModelCard:
+    engine = _serving_engine(request)
+    return {
+        "id": engine.model_name,
+        "object": "model",
+        "created": request.app.state.created,
+        "owned_by": "jpaged",
+        "max_model_len": engine.max_model_len,
+    }
 
 
 def _serving_engine(request: Request) -> AsyncEngine:

@@ -1,14 +1,15 @@
 """What each error looks like to a client: one table, exception -> status and body."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from jpaged.errors import EngineDeadError, JpagedError, PromptTooLongError, RequestError
+from jpaged.server.json_response import JsonResponse
 from jpaged.server.protocol import ErrorBody
 
 CLIENT_CLOSED_REQUEST = 499  # never sent: nobody is left to read it
@@ -27,7 +28,19 @@ class BodyTooLargeError(RequestError):
 
 
 class MediaTypeError(RequestError):
-    """The body is declared to be something else than JSON."""
+    """The body is not declared to be JSON."""
+
+
+class BodyTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+
+class UnauthorizedError(RequestError):
+    """The server wants an API key, and the request has none or another."""
+
+
+class OriginError(RequestError):
+    """The request comes from a web page whose site is not allowed to use the server."""
 
 
 class ModelNotFoundError(RequestError):
@@ -36,6 +49,10 @@ class ModelNotFoundError(RequestError):
 
 class UnavailableError(JpagedError):
     """The server takes no requests now: it starts, or it shuts down."""
+
+
+class OverloadedError(JpagedError):
+    """The server has as much to do as it takes on; a later try may succeed."""
 
 
 class GenerationError(JpagedError):
@@ -47,16 +64,30 @@ class ErrorKind:
     status: int
     type: str
     code: str | None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
+
+RETRY_AFTER = {"Retry-After": "5"}
 
 # The first class that an error is an instance of decides.
 ERROR_KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (BodyTooLargeError, ErrorKind(413, "invalid_request_error", "request_too_large")),
     (MediaTypeError, ErrorKind(415, "invalid_request_error", "unsupported_media_type")),
+    (
+        # The rest of the body may never come, so the connection is of no more use.
+        BodyTimeoutError,
+        ErrorKind(408, "invalid_request_error", "request_timeout", {"Connection": "close"}),
+    ),
+    (
+        UnauthorizedError,
+        ErrorKind(401, "invalid_request_error", "invalid_api_key", {"WWW-Authenticate": "Bearer"}),
+    ),
+    (OriginError, ErrorKind(403, "invalid_request_error", "origin_not_allowed")),
     (ModelNotFoundError, ErrorKind(404, "invalid_request_error", "model_not_found")),
     (PromptTooLongError, ErrorKind(400, "invalid_request_error", "context_length_exceeded")),
     (RequestError, ErrorKind(400, "invalid_request_error", None)),
     (UnavailableError, ErrorKind(503, "server_error", "unavailable")),
+    (OverloadedError, ErrorKind(503, "server_error", "overloaded", RETRY_AFTER)),
     (EngineDeadError, ErrorKind(503, "server_error", "engine_dead")),
     (GenerationError, ErrorKind(500, "server_error", "generation_failed")),
     (JpagedError, ErrorKind(500, "server_error", "internal_error")),
@@ -87,8 +118,13 @@ def error_body(error: Exception) -> ErrorBody:
     return _body(message, kind.type, getattr(error, "param", None), code or kind.code)
 
 
+def error_response(error: Exception) -> Response:
+    kind = error_kind(error)
+    return JsonResponse(error_body(error), kind.status, kind.headers)
+
+
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(error), error_kind(error).status)
+    return error_response(error)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
@@ -107,7 +143,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         body = _body(message, "invalid_request_error", None, "method_not_supported")
     else:
         body = _body(error.detail or "error", "invalid_request_error", None, None)
-    return JSONResponse(body, error.status_code, headers)
+    return JsonResponse(body, error.status_code, headers)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:

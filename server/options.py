@@ -2,12 +2,17 @@
 the command line needs this to print its help."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from jpaged.config import option
 from jpaged.errors import ConfigError
+from jpaged.server.api_keys import Secret
 
 MAX_PORT = 65535
+
+# As browsers write it: no path, not even a slash.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,23 @@ class ServerOptions:
         "address or name to listen on; :: is all of this machine's addresses, 0.0.0.0 all of IPv4",
     )
     port: int = option(8000, "port to listen on; 0 chooses a free one")
+    api_key: tuple[Secret, ...] = option(
+        (),
+        "a key that clients must send as `Authorization: Bearer KEY` to all paths but /health and "
+        "/ping; repeat it for several. Other users of the machine can see it in the list of "
+        "processes: prefer the file, or the environment variable JPAGED_API_KEY",
+    )
+    api_key_file: str | None = option(None, "file with such keys, one a line")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "site whose web pages may use the server, such as https://chat.example.com; * allows all; "
+        "repeat it for several (default: none, only programs may)",
+    )
+    root_path: str = option("", "path under which a reverse proxy serves this server, such as /llm")
+    keep_alive_timeout: int = option(
+        120,
+        "seconds that an idle connection stays open; should exceed those of clients and proxies",
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests get to finish after Ctrl-C or SIGTERM"
     )
@@ -26,6 +48,22 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host must not be empty; 0.0.0.0 or :: is all addresses")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "allowed_origins takes *, null or a scheme and a host in lower case, such as "
+                    "https://chat.example.com, without a path or a slash at the end; "
+                    f"got {origin!r}"
+                )
+        if self.root_path and not re.fullmatch(r"(/[^/\s]+)+", self.root_path):
+            raise ConfigError(
+                f"root_path must begin and not end with a slash, such as /llm, got "
+                f"{self.root_path!r}"
+            )
+        if self.keep_alive_timeout < 1:
+            raise ConfigError(
+                f"keep_alive_timeout must be at least 1 second, got {self.keep_alive_timeout}"
+            )
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}")
         if not (self.shutdown_timeout >= 0 and math.isfinite(self.shutdown_timeout)):

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.config import EngineConfig
+from jpaged.server.api_keys import ApiKeys, read_api_keys
 from jpaged.server.app import create_app
 from jpaged.server.listening import base_url, listen
 from jpaged.server.options import ServerOptions
@@ -24,19 +25,23 @@ from jpaged.startup.interruption import end_process
 def serve(config: EngineConfig, options: ServerOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises `JpagedError` when the server cannot start, and
     `EngineDeadError` at the end if the engine had stopped by itself."""
+    api_keys = read_api_keys(options.api_key, options.api_key_file)
     listeners = listen(options.host, options.port)
     with contextlib.ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener)
-        asyncio.run(_serve(config, options, listeners))
+        asyncio.run(_serve(config, options, api_keys, listeners))
 
 
 async def _serve(
-    config: EngineConfig, options: ServerOptions, listeners: list[socket.socket]
+    config: EngineConfig,
+    options: ServerOptions,
+    api_keys: ApiKeys,
+    listeners: list[socket.socket],
 ) -> None:
     engine = AsyncEngine(config)
-    app = create_app(engine)
-    server = SignalledServer(app)
+    app = create_app(engine, options, api_keys)
+    server = SignalledServer(app, options)
     serving = asyncio.create_task(server.serve(sockets=listeners))
     # Without a server nobody can be answered: end instead of waiting for a signal.
     serving.add_done_callback(lambda _: server.stop_requested.set())
@@ -92,8 +97,8 @@ class SignalledServer(uvicorn.Server):
     compiling cannot be interrupted.
     """
 
-    def __init__(self, app: FastAPI) -> None:
-        super().__init__(uvicorn_config(app))
+    def __init__(self, app: FastAPI, options: ServerOptions) -> None:
+        super().__init__(uvicorn_config(app, options))
         self.has_promises = False
         self.stop_requested = asyncio.Event()
         self.stop_urged = asyncio.Event()

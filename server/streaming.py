@@ -12,7 +12,6 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi.responses import StreamingResponse
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +22,7 @@ from jpaged.outputs import FinishReason, RequestOutput
 from jpaged.server.answers import AnswerFormat, usage_of
 from jpaged.server.deltas import Delta, deltas
 from jpaged.server.errors import GenerationError, UnavailableError, error_body
+from jpaged.server.json_response import json_bytes
 from jpaged.server.protocol import ChatCompletionChunk, Completion, ErrorBody
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _check_finish(output: RequestOutput) -> None:
 
 
 def _event(value: Completion | ChatCompletionChunk | ErrorBody) -> bytes:
-    return b"data: " + _LINE_ENDS.sub(_escaped, to_json(value)) + b"\n\n"
+    return b"data: " + _LINE_ENDS.sub(_escaped, json_bytes(value)) + b"\n\n"
 
 
 def _escaped(match: re.Match[bytes]) -> bytes:

@@ -3,11 +3,16 @@
 import uvicorn
 from fastapi import FastAPI
 
+from jpaged.server.listening import BACKLOG
+from jpaged.server.options import ServerOptions
+
 # After the engine has stopped, answers have only their last bytes to send.
 LAST_BYTES_TIMEOUT_S = 2
+# Of the request line and the headers; proxies and gateways add tokens of some kilobytes.
+MAX_HEAD_BYTES = 64 * 1024
 
 
-def uvicorn_config(app: FastAPI) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # Never other ones that happen to be installed: these are tested.
@@ -18,5 +23,8 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
+        backlog=BACKLOG,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=options.keep_alive_timeout,
         timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
     )

@@ -43,6 +43,7 @@ def read_options(config_class: type[Config], arguments: argparse.Namespace) -> C
     """The config with the options given. Raises `ConfigError` that names the option."""
     names = [item.name for item in fields(config_class)]  # pyright: ignore[reportArgumentType]
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    given = {name: _tuple_if_list(value) for name, value in given.items()}
     try:
         return config_class(**given)
     except ConfigError as error:
@@ -70,6 +71,9 @@ def value_arguments(annotation: Any) -> dict[str, Any]:
     """How argparse reads a value of the annotated type."""
     if get_origin(annotation) is UnionType:
         (annotation,) = (member for member in get_args(annotation) if member is not NoneType)
+    if get_origin(annotation) is tuple:  # any number of values, each behind an option of its own
+        item, _ = get_args(annotation)
+        return {"action": "append", "type": item, "metavar": item.__name__.upper()}
     if annotation is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(annotation) is Literal:
@@ -79,10 +83,15 @@ def value_arguments(annotation: Any) -> dict[str, Any]:
     return {"type": readers[annotation], "metavar": annotation.__name__.upper()}
 
 
+def _tuple_if_list(value: Any) -> Any:
+    """Configs are frozen, and so are their fields."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _help(item: "Field[Any]") -> str:
     text = item.metadata["help"].replace("%", "%%")
     assert item.default is not MISSING, f"{item.name} has no default"
-    if item.default is None or "(default:" in text:
+    if item.default in (None, "", ()) or "(default:" in text:
         return text
     shown = ("on" if item.default else "off") if item.type is bool else item.default
     return f"{text} (default: {shown})"

@@ -14,6 +14,7 @@ from jpaged.cli.sampling import read_sampling_options
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.sampling_params import SamplingParams
+from jpaged.server.api_keys import Secret
 from jpaged.server.options import ServerOptions
 
 # Field, what is typed, what it becomes. Every value differs from the default.
@@ -43,6 +44,11 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
 SERVER_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("host", ["--host", "0.0.0.0"], "0.0.0.0"),
     ("port", ["--port", "0"], 0),
+    ("api_key", ["--api-key", "a", "--api-key", "b"], (Secret("a"), Secret("b"))),
+    ("api_key_file", ["--api-key-file", "keys"], "keys"),
+    ("allowed_origins", ["--allowed-origins", "https://a.example"], ("https://a.example",)),
+    ("root_path", ["--root-path", "/llm"], "/llm"),
+    ("keep_alive_timeout", ["--keep-alive-timeout", "7"], 7),
     ("shutdown_timeout", ["--shutdown-timeout", "2.5"], 2.5),
 ]
 
@@ -122,6 +128,10 @@ BAD_OPTIONS = [
     *(("--kv-cache-dtype", value) for value in ("fp8", "bfloat16", "")),
     *(("--port", value) for value in ("99999", "-1", "http", "80.5")),
     *(("--shutdown-timeout", value) for value in ("-1", "nan", "inf", "soon")),
+    ("--host", ""),
+    *(("--allowed-origins", value) for value in ("", "a.example", "https://a.example/")),
+    *(("--root-path", value) for value in ("llm", "/llm/", "/")),
+    *(("--keep-alive-timeout", value) for value in ("0", "1.5")),
     ("--served-model-name", ""),
     ("--unheard-of", "1"),
     ("--block", "16"),  # no abbreviations: the next release may have another --block...

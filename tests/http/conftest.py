@@ -14,8 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 
+from jpaged.server.api_keys import ApiKeys
 from jpaged.server.app import create_app
 from jpaged.server.listening import listen
+from jpaged.server.options import ServerOptions
 from jpaged.server.uvicorn_config import uvicorn_config
 from tests.http.scripted_engine import ScriptedEngine
 
@@ -48,9 +50,13 @@ def small_buffered(listener: socket.socket) -> socket.socket:
 
 
 @contextmanager
-def running_server(engine: ScriptedEngine) -> Iterator[RunningServer]:
-    app = create_app(engine)
-    server = uvicorn.Server(uvicorn_config(app))
+def running_server(
+    engine: ScriptedEngine,
+    options: ServerOptions = ServerOptions(),  # noqa: B008
+    api_keys: ApiKeys = ApiKeys(),  # noqa: B008
+) -> Iterator[RunningServer]:
+    app = create_app(engine, options, api_keys)
+    server = uvicorn.Server(uvicorn_config(app, options))
     [listener] = map(small_buffered, listen("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

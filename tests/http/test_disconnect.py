@@ -27,7 +27,8 @@ def send(server: RunningServer, path: str, body: dict[str, Any]) -> socket.socke
 def send_to(port: int, path: str, body: dict[str, Any]) -> socket.socket:
     """A connection whose request is sent, with a small buffer for the answer."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(10)

@@ -16,6 +16,7 @@ from tests.http.scripted_engine import MAX_MODEL_LEN, MODEL_NAME
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -61,7 +62,7 @@ BODIES: list[tuple[bytes, str | None]] = [
 def test_bad_bodies(server: RunningServer, body: bytes, param: str | None) -> None:
     """O-34"""
     with server.client() as client:
-        assert_refused(client.post(COMPLETIONS, content=body), 400, param)
+        assert_refused(client.post(COMPLETIONS, content=body, headers=JSON), 400, param)
     assert_nothing_was_started(server)
 
 
@@ -103,7 +104,7 @@ def test_numbers_of_the_wrong_type_or_range(server: RunningServer, name: str, va
     """O-21: refused by name, in strict JSON, never a 500 and never coerced."""
     body = f'{{"prompt": "a", "{name}": {value}}}'.encode()
     with server.client() as client:
-        assert_refused(client.post(COMPLETIONS, content=body), 400, name)
+        assert_refused(client.post(COMPLETIONS, content=body, headers=JSON), 400, name)
     assert_nothing_was_started(server)
 
 
@@ -383,7 +384,7 @@ def test_huge_bodies_are_refused_quickly(
     content = json.dumps(body).encode()
     with server.client() as client:
         started = time.monotonic()
-        response = client.post(path, content=content)
+        response = client.post(path, content=content, headers=JSON)
         seconds = time.monotonic() - started
     assert_refused(response, 400, param)
     assert len(response.content) < 2000
@@ -395,15 +396,17 @@ def test_bodies_over_the_limit_are_not_read(server: RunningServer) -> None:
     """O-34, O-57: a declared length, and chunks without one."""
     body = b'{"prompt": "' + b"a" * (20 * 2**20) + b'"}'
     with server.client() as client:
-        assert_refused(client.post(COMPLETIONS, content=body), 413, None)
+        assert_refused(client.post(COMPLETIONS, content=body, headers=JSON), 413, None)
         parts = (body[start : start + 2**20] for start in range(0, len(body), 2**20))
-        assert_refused(client.post(COMPLETIONS, content=parts), 413, None)
+        assert_refused(client.post(COMPLETIONS, content=parts, headers=JSON), 413, None)
     assert_nothing_was_started(server)
 
 
 def test_forms_are_refused(server: RunningServer) -> None:
     with server.client() as client:
         assert_refused(client.post(COMPLETIONS, data={"prompt": "a"}), 415, None)
+        # As a page of another site may post it without asking first.
+        assert_refused(client.post(COMPLETIONS, content=b'{"prompt": "a"}'), 415, None)
 
 
 def test_the_openai_package_raises_its_own_classes(openai_client: OpenAI) -> None:
