@@ -1,9 +1,9 @@
 """Engine options: the only place that holds their defaults and help texts."""
 
 import math
-import os
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from jpaged.errors import ConfigError
 
@@ -19,6 +19,8 @@ AttentionBackend = Literal["auto", "xla", "triton", "pallas-tpu"]
 GIB = 1 << 30
 MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
+# Random keys of JAX are made from 32 bits.
+MIN_SEED, MAX_SEED = -(2**31), 2**32 - 1
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -61,8 +63,13 @@ class EngineConfig:
         "tokens a KV block; a power of two from 8 to 256 (default: 16; on TPUs as many as take "
         "64 KiB a layer, where that is more)",
     )
-    max_num_seqs: int = option(64, "most requests that run at once")
-    max_num_batched_tokens: int = option(512, "most tokens computed in one step")
+    max_num_seqs: int | None = option(
+        None, "most requests that run at once (default: 64 on a CPU, else 256)"
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "most tokens computed in one step (default: 512 on a CPU, else 2048, or max_num_seqs)",
+    )
     bucket_growth: int = option(
         2,
         "how many times larger each batch size that is compiled for is than the one before; more "
@@ -72,7 +79,10 @@ class EngineConfig:
         True, "reuse the KV blocks of requests that began with the same tokens"
     )
     gpu_memory_utilization: float = option(
-        0.9, "share of the device's memory that weights, programs and KV cache may take"
+        0.9,
+        "share of the device's memory that weights, programs and KV cache may take; of a GPU, XLA "
+        "reserves it at start, unless XLA_CLIENT_MEM_FRACTION says how much; in a container, the "
+        "memory of a CPU is the container's",
     )
     kv_cache_memory_bytes: int | None = option(
         None, "size of the KV cache in bytes, instead of computing it from the free memory"
@@ -105,86 +115,93 @@ class EngineConfig:
     check_invariants: bool = option(False, "recompute the block pool's totals after every step")
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         _check_block_size(self.block_size)
         if self.served_model_name == "":
-            raise ConfigError("served_model_name must not be empty")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            _check_at_least(self, name, 1)
-        _check_at_least(self, "bucket_growth", 2)
-        _check_at_least(self, "kv_cache_memory_bytes", 1)
-        _check_at_least(self, "num_gpu_blocks_override", 1)
+            raise ConfigError("served_model_name must not be empty", option="served_model_name")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", option=name)
+        if self.bucket_growth < 2:
+            raise ConfigError(
+                f"bucket_growth must be at least 2, got {self.bucket_growth}",
+                option="bucket_growth",
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
+                option="gpu_memory_utilization",
+            )
+        if not MIN_SEED <= self.seed <= MAX_SEED:
+            raise ConfigError(
+                f"seed must be from {MIN_SEED} to {MAX_SEED}, got {self.seed}", option="seed"
             )
         _check_swap_space(self)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running request needs one token a "
-                "step. Raise the first or lower the second."
+                f"max_num_batched_tokens ({num_tokens}) must be at least max_num_seqs "
+                f"({num_seqs}): every running request needs one token a step. Raise the first or "
+                "lower the second.",
+                option="max_num_batched_tokens",
             )
 
 
-def _check_types(config: EngineConfig) -> None:
-    """Options come from users of untyped code and command lines: refuse other types by name."""
-    wanted = {
-        int: ("max_num_seqs", "max_num_batched_tokens", "bucket_growth", "seed"),
-        str: (
-            "model",
-            "generation_config",
-            "dtype",
-            "kv_cache_dtype",
-            "preemption_mode",
-            "attention_backend",
-        ),
-        bool: ("skip_tokenizer_init", "enable_prefix_caching", "check_invariants"),
-    }
-    optional_ints = (
-        "max_model_len",
-        "block_size",
-        "kv_cache_memory_bytes",
-        "num_gpu_blocks_override",
-    )
-    for kind, names in wanted.items():
-        for name in names:
-            _check_type(name, getattr(config, name), kind)
-    for name in optional_ints:
-        if getattr(config, name) is not None:
-            _check_type(name, getattr(config, name), int)
-    for item in fields(config):
-        choices = getattr(item.type, "__args__", ())
-        value = getattr(config, item.name)
-        if getattr(item.type, "__origin__", None) is Literal and value not in choices:
-            raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}")
+_POSITIVE = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+)
+
+
+def check_types(options: Any) -> None:
+    """Refuse a value that is not of its field's type. Options come from untyped code, too.
+
+    options: a dataclass instance. Raises `ConfigError` that names the field.
+    """
+    hints = get_type_hints(type(options))
+    for item in fields(options):
+        value, hint = getattr(options, item.name), hints[item.name]
+        members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if not any(_is_of_type(value, member) for member in members):
+            raise ConfigError(
+                f"{item.name} must be {' or '.join(map(_describe, members))}, got {value!r}",
+                option=item.name,
+            )
+
+
+def _is_of_type(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is float:
+        # An int will do for a float. Neither NaN nor infinity can mean anything.
+        return type(value) in (int, float) and math.isfinite(cast(float, value))
+    # A bool is an int in Python, but never what is meant by one.
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if kind is float:
+        return "a finite number"
+    return "None" if kind is NoneType else f"of type {kind.__name__}"
 
 
 def _check_swap_space(config: EngineConfig) -> None:
-    wanted = config.swap_space
-    if wanted is not None:
-        is_number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
-        if not is_number or not math.isfinite(wanted) or wanted < 0:
-            raise ConfigError(f"swap_space must be a number of GiB, 0 or more, got {wanted!r}")
-        if wanted * GIB > host_memory_bytes():
-            raise ConfigError(
-                f"swap_space of {wanted} GiB is more than this machine's memory, "
-                f"{host_memory_bytes() / GIB:.1f} GiB: choose less"
-            )
-    if config.preemption_mode == "swap" and wanted == 0:
+    if config.swap_space is not None and config.swap_space < 0:
         raise ConfigError(
-            "preemption_mode is swap, but swap_space is 0: give it some GiB or choose auto"
+            f"swap_space must be a number of GiB, 0 or more, got {config.swap_space!r}",
+            option="swap_space",
         )
-
-
-def host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    # A bool is an int in Python, but never what is meant by one.
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
+    if config.preemption_mode == "swap" and config.swap_space == 0:
+        raise ConfigError(
+            "preemption_mode is swap, but swap_space is 0: give it some GiB or choose auto",
+            option="preemption_mode",
+        )
 
 
 def _check_block_size(block_size: int | None) -> None:
@@ -194,11 +211,6 @@ def _check_block_size(block_size: int | None) -> None:
     if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         raise ConfigError(
             f"block_size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, "
-            f"got {block_size}"
+            f"got {block_size}",
+            option="block_size",
         )
-
-
-def _check_at_least(config: EngineConfig, name: str, minimum: int) -> None:
-    value = getattr(config, name)
-    if value is not None and value < minimum:
-        raise ConfigError(f"{name} must be at least {minimum}, got {value}")

@@ -17,7 +17,14 @@ class JpagedError(Exception):
 
 
 class ConfigError(JpagedError):
-    """An engine or server option has a value that cannot work."""
+    """An engine or server option has a value that cannot work.
+
+    `option` is the name of that option, or None when no single one is at fault.
+    """
+
+    def __init__(self, message: str, *, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 class UnsupportedModelError(JpagedError):

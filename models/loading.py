@@ -5,6 +5,7 @@ modules are split once here and only merged while a program is traced.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -24,15 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Model:
-    """graph: the module's structure, hashable. params: its arrays, in the order of `treedef`."""
+    """graph: the module's structure, hashable. params: its arrays, in the order of `treedef`; those
+    of an abstract model are `jax.ShapeDtypeStruct`s."""
 
     config: ModelConfig
     dtype: jnp.dtype
     graph: Any
     treedef: Any
-    params: tuple[jax.Array, ...]
+    params: tuple[Any, ...]
 
-    def merge(self, params: tuple[jax.Array, ...]) -> Any:
+    def merge(self, params: tuple[Any, ...]) -> Any:
         """The module over the given arrays; called while tracing."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, params))
 
@@ -46,22 +48,25 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        return sum(param.nbytes for param in self.params)
+        return sum(math.prod(param.shape) * param.dtype.itemsize for param in self.params)
 
 
-def load_model(
-    config: ModelConfig, source: TensorSource, dtype: jnp.dtype, progress: Progress
-) -> Model:
-    """Build the architecture that the config names and fill it from the checkpoint."""
+def abstract_model(config: ModelConfig, dtype: jnp.dtype) -> Model:
+    """The architecture that the config names, its parameters as shapes: it takes no memory."""
     architecture = model_class(config.architecture)
-    # Shapes only: no memory is spent before the weights arrive.
     graph, state = nnx.split(nnx.eval_shape(lambda: architecture(config, dtype)))
-    keyed, treedef = jax.tree.flatten(state)
+    params, treedef = jax.tree.flatten(state)
+    return Model(config, dtype, graph, treedef, tuple(params))
+
+
+def load_model(model: Model, source: TensorSource, *, progress: Progress) -> Model:
+    """Fill an abstract model from a checkpoint."""
+    state = jax.tree.unflatten(model.treedef, model.params)
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     weights = load_weights(
-        dict(zip(paths, keyed, strict=True)),
-        architecture.weight_table(config),
+        dict(zip(paths, model.params, strict=True)),
+        model_class(model.config.architecture).weight_table(model.config),
         source,
         progress=progress,
     )
-    return Model(config, dtype, graph, treedef, tuple(weights[path] for path in paths))
+    return replace(model, params=tuple(weights[path] for path in paths))

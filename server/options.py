@@ -65,8 +65,9 @@ class ServerOptions:
                 f"keep_alive_timeout must be at least 1 second, got {self.keep_alive_timeout}"
             )
         if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}")
+            raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}", option="port")
         if not (self.shutdown_timeout >= 0 and math.isfinite(self.shutdown_timeout)):
             raise ConfigError(
-                f"shutdown_timeout must be a number of seconds, got {self.shutdown_timeout}"
+                f"shutdown_timeout must be a number of seconds, got {self.shutdown_timeout}",
+                option="shutdown_timeout",
             )

@@ -47,7 +47,9 @@ def read_options(config_class: type[Config], arguments: argparse.Namespace) -> C
     try:
         return config_class(**given)
     except ConfigError as error:
-        raise ConfigError(with_flags(str(error), names)) from error
+        if error.option is None:
+            raise
+        raise ConfigError(f"{flag(error.option)}: {error}", option=error.option) from error
 
 
 def integer(text: str) -> int:
@@ -56,15 +58,6 @@ def integer(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer such as 4096, 4k or 4K")
     return int(match[1]) * _SUFFIXES[match[2]]
-
-
-def with_flags(message: str, names: Sequence[str]) -> str:
-    """Options by the names that were typed. Names without "_" are words, too: only the first
-    word of a message is taken for one."""
-    for name in sorted(names, key=len, reverse=True):
-        place = rf"\b{name}\b" if "_" in name else rf"^{name}\b"
-        message = re.sub(place, flag(name), message)
-    return message
 
 
 def value_arguments(annotation: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from jpaged.cli.options import add_options, flag, value_arguments, with_flags
+from jpaged.cli.options import add_options, flag, value_arguments
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
@@ -37,7 +37,6 @@ def read_sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
     Raises `RequestError` that names the option.
     """
-    names = [item.name for item in fields(SamplingParams)]
     values = {name: getattr(arguments, name, None) for name in (*_HELP, "stop")}
     values["seed"] = getattr(arguments, _SEED)
     given = {name: value for name, value in values.items() if value is not None}
@@ -45,7 +44,9 @@ def read_sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         SamplingParams(**given)
     except RequestError as error:
-        raise RequestError(with_flags(str(error), names), param=error.param) from error
+        if error.param is None:
+            raise
+        raise RequestError(f"{flag(error.param)}: {error}", param=error.param) from error
     return given
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,32 +9,19 @@ import jax.numpy as jnp
 
 from jpaged.config import NO_GENERATION_CONFIG, EngineConfig
 from jpaged.engine import Engine
-from jpaged.execution.attention_choice import choose_attention, choose_block_size
-from jpaged.execution.kv_cache import (
-    MemoryBudget,
-    choose_num_blocks,
-    choose_num_swap_blocks,
-    device_memory_limit,
-    fit_max_model_len,
-    fit_pool,
-    kv_cache_spec,
-    wanted_model_len,
-)
+from jpaged.execution.attention_choice import choose_attention
 from jpaged.execution.kv_scales import with_kv_scales
-from jpaged.execution.programs import (
-    ProgramSpec,
-    compile_programs,
-    largest_programs,
-    temporary_bytes,
-)
+from jpaged.execution.programs import compile_programs
 from jpaged.execution.runner import Runner
 from jpaged.inputs import InputProcessor
 from jpaged.metrics import Metrics
-from jpaged.models.loading import Model, load_model
+from jpaged.models.loading import abstract_model, load_model
 from jpaged.models.tied_head import with_stored_head
 from jpaged.progress import Progress
 from jpaged.startup.cache_folder import user_cache_folder
+from jpaged.startup.device_memory import device_memory, reserve_gpu_memory
 from jpaged.startup.generation import answer_end_ids, sampling_defaults
+from jpaged.startup.memory_plan import plan_memory, wanted_model_len
 from jpaged.startup.model_files import (
     load_generation_config,
     load_model_config,
@@ -43,8 +29,8 @@ from jpaged.startup.model_files import (
     open_weights,
     resolve_model,
 )
+from jpaged.startup.step_limits import step_limits
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels.paged_attention import PagedAttention
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +65,24 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     defaults = sampling_defaults(
         generation, is_used=config.generation_config != NO_GENERATION_CONFIG
     )
+    reserve_gpu_memory(config.gpu_memory_utilization)
     use_compilation_cache(config)
     dtype = compute_dtype(config)
     kv_dtype = kv_cache_dtype(config, dtype)
     attention = choose_attention(config, model_config, kv_dtype, jax.local_devices()[0])
     source = open_weights(files)
-    model = load_model(with_stored_head(model_config, source), source, dtype, progress)
-    model = with_kv_scales(model, kv_dtype)
-    spec, max_model_len = plan_memory(config, model, attention, max_model_len)
+    model = abstract_model(with_stored_head(model_config, source), dtype)
+    spec, max_model_len = plan_memory(
+        config,
+        model,
+        attention,
+        step_limits(config, jax.default_backend()),
+        device_memory(config.gpu_memory_utilization),
+        kv_dtype=kv_dtype,
+        max_model_len=max_model_len,
+    )
+    model = load_model(model, source, progress=progress)
+    spec = replace(spec, model=with_kv_scales(model, kv_dtype))
     with progress.bar(spec.num_programs, "compiling", unit="") as advance:
         programs = compile_programs(spec, advance=advance)
     inputs = InputProcessor(
@@ -123,57 +119,3 @@ def use_compilation_cache(config: EngineConfig) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def plan_memory(
-    config: EngineConfig, model: Model, attention: PagedAttention, max_model_len: int
-) -> tuple[ProgramSpec, int]:
-    """What to compile and the context limit that the memory allows."""
-    kv_dtype = kv_cache_dtype(config, model.dtype)
-    block_size = choose_block_size(config, attention, model.config, kv_dtype)
-    make_kv_cache = partial(kv_cache_spec, model.config, attention, kv_dtype, block_size=block_size)
-    spec = ProgramSpec(
-        model=model,
-        attention=attention,
-        kv_cache=make_kv_cache(num_blocks=1),
-        num_slots=config.max_num_seqs,
-        bucket_growth=config.bucket_growth,
-        max_num_tokens=config.max_num_batched_tokens,
-        num_table_blocks=-(-max_model_len // block_size),
-        seed=config.seed,
-    )
-    budget = MemoryBudget(
-        limit=device_memory_limit(),
-        utilization=config.gpu_memory_utilization,
-        weights=model.num_bytes,
-        programs=measured_program_bytes(spec) if must_measure(config) else 0,
-    )
-    block_num_bytes = spec.kv_cache.block_bytes
-    num_blocks = choose_num_blocks(
-        config,
-        budget,
-        block_size=block_size,
-        block_num_bytes=block_num_bytes,
-        max_model_len=max_model_len,
-    )
-    num_blocks = fit_pool(config, attention, make_kv_cache(num_blocks=num_blocks))
-    max_model_len = fit_max_model_len(config, num_blocks, max_model_len, block_size=block_size)
-    spec = replace(
-        spec,
-        kv_cache=make_kv_cache(num_blocks=num_blocks),
-        num_table_blocks=-(-max_model_len // block_size),
-        num_swap_blocks=choose_num_swap_blocks(config, block_num_bytes=block_num_bytes),
-    )
-    return spec, max_model_len
-
-
-def must_measure(config: EngineConfig) -> bool:
-    """Whether the pool's size depends on what programs need. On a CPU the cache takes a fixed
-    share of the memory, next to which the programs' few megabytes do not count."""
-    is_given = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
-    return not is_given and jax.default_backend() != "cpu"
-
-
-def measured_program_bytes(spec: ProgramSpec) -> int:
-    """Temporary memory of the largest programs, which does not depend on the pool's size."""
-    return max(temporary_bytes(lowered.compile()) for lowered in largest_programs(spec))

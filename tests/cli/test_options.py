@@ -29,6 +29,7 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("block_size", ["--block-size=32"], 32),
     ("max_num_seqs", ["--max-num-seqs", "7"], 7),
     ("max_num_batched_tokens", ["--max-num-batched-tokens", "1k"], 1000),
+    ("bucket_growth", ["--bucket-growth", "4"], 4),
     ("enable_prefix_caching", ["--no-enable-prefix-caching"], False),
     ("gpu_memory_utilization", ["--gpu-memory-utilization", "0.5"], 0.5),
     ("kv_cache_memory_bytes", ["--kv-cache-memory-bytes", "2G"], 2**31),
@@ -119,7 +120,7 @@ def test_sampling_options(command: list[str], name: str, typed: list[str], expec
 BAD_OPTIONS = [
     *(("--block-size", value) for value in ("0", "-1", "3.5", "12", "512", "")),
     *(("--max-model-len", value) for value in ("0", "-5", "4x", "nan")),
-    *(("--max-num-seqs", value) for value in ("0", "two", "1000")),
+    *(("--max-num-seqs", value) for value in ("0", "two")),
     *(("--gpu-memory-utilization", value) for value in ("0", "1.5", "nan", "half")),
     *(("--dtype", value) for value in ("int8", "")),
     ("--num-gpu-blocks-override", "0"),
@@ -157,10 +158,41 @@ def test_bad_values_are_refused_by_name(
     assert name in message
 
 
+@pytest.mark.parametrize("name", [item.name for item in fields(EngineConfig)])
+def test_values_of_another_type_are_refused_by_name(name: str) -> None:
+    """O-62: whatever the option; an object is of no option's type, and bools are no numbers."""
+    with pytest.raises(ConfigError, match=rf"^{name} must be .*, got <object") as refused:
+        EngineConfig(**{name: object()})
+    assert refused.value.option == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpu_memory_utilization", "0.9"),
+        ("gpu_memory_utilization", True),
+        ("tuning_file", 5),
+        ("served_model_name", 5),
+        ("max_num_seqs", True),
+        ("seed", 2**70),
+        ("seed", -(2**31) - 1),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be") as refused:
+        EngineConfig(**{name: value})
+    assert refused.value.option == name
+
+
+def test_a_step_has_a_token_for_every_request() -> None:
+    with pytest.raises(ConfigError, match="must be at least max_num_seqs"):
+        EngineConfig(max_num_seqs=1000, max_num_batched_tokens=999)
+
+
 def test_bad_sampling_values_are_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="--top-p must be a number"):
+    with pytest.raises(RequestError, match="--top-p: top_p must be a number"):
         read_sampling_options(parse("generate", "hi", "--top-p", "1.5"))
-    with pytest.raises(RequestError, match="--max-tokens must be an integer"):
+    with pytest.raises(RequestError, match="--max-tokens: max_tokens must be an integer"):
         read_sampling_options(parse("generate", "hi", "--max-tokens", "0"))
 
 
@@ -197,6 +229,6 @@ def test_help_shows_every_option_and_default(command: Any) -> None:
     for item in fields(EngineConfig):
         shown = flag(item.name) in text
         assert shown or command.name != "serve", item.name
-    assert "at once (default: 64)" in text
+    assert "at once (default: 64 on a CPU, else 256)" in text
     assert "default: off" in text and "False" not in text
     assert "random keys (default: 0)" in text or command.name != "serve"

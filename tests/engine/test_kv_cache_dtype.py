@@ -8,10 +8,11 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
-from jpaged.execution.kv_cache import fit_pool, kv_cache_spec
+from jpaged.execution.kv_cache import kv_cache_spec
 from jpaged.execution.kv_scales import calibration_tokens, largest_values, with_kv_scales
 from jpaged.execution.programs import lower_copy, lower_forward, lower_swap_in
 from jpaged.sampling_params import SamplingParams
+from jpaged.startup.memory_plan import fit_pool
 from pallas_kernels.paged_attention import TritonPagedAttention
 from tests.demo_engine import DEMO_OPTIONS
 from tests.engine.prompts import DEMO_PROMPTS

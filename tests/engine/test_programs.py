@@ -10,7 +10,7 @@ from flax import nnx
 
 from jpaged.execution.programs import lower_copy, lower_forward, lower_sample, lower_swap_in
 from jpaged.models.llama import Llama
-from jpaged.startup.load_engine import measured_program_bytes
+from jpaged.startup.memory_plan import measured_program_bytes
 from pallas_kernels.paged_attention import NO_WINDOW
 from tests.random_llama import save_random_llama
 

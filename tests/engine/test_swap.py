@@ -177,10 +177,8 @@ def test_swapping_is_chosen_by_what_was_measured(folder, make_llm):
     "options,message",
     [
         ({"swap_space": -1}, "swap_space must be a number of GiB, 0 or more, got -1"),
-        ({"swap_space": float("nan")}, "swap_space must be a number of GiB"),
-        ({"swap_space": "4"}, "swap_space must be a number of GiB"),
-        ({"swap_space": True}, "swap_space must be a number of GiB"),
-        ({"swap_space": 1e9}, "more than this machine's memory, .* GiB: choose less"),
+        ({"swap_space": float("nan")}, "swap_space must be a finite number or None"),
+        ({"swap_space": True}, "swap_space must be a finite number or None"),
         ({"swap_space": 0, "preemption_mode": "swap"}, "preemption_mode is swap, but swap_space"),
         ({"preemption_mode": "both"}, "preemption_mode must be one of auto, recompute, swap"),
     ],
