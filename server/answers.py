@@ -17,6 +17,7 @@ from jpaged.server.protocol import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
+    ChatLogprobs,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -59,6 +60,7 @@ class _Format:
     includes_usage: chunks carry the key "usage", null but in the last one.
     returns_token_ids: choices carry their token ids, as vLLM's do.
     prompt_logprobs: likeliest tokens to show at each place of the prompt, if at all.
+    skip_special_tokens: they are not in the text, and add neither to its offsets nor its bytes.
     tokenizer: makes texts of the tokens of log-probabilities.
     """
 
@@ -67,18 +69,15 @@ class _Format:
     includes_usage: bool
     returns_token_ids: bool
     prompt_logprobs: int | None
+    skip_special_tokens: bool
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionFormat(_Format):
-    """skip_special_tokens: they are not in the text, so offsets in it do not count them.
+    """The answer to a completion request. echo: shows prompts in front of their answers."""
 
-    echo: shows prompts in front of their answers.
-    """
-
-    skip_special_tokens: bool
     echo: Echo | None
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     _offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
@@ -190,7 +189,7 @@ class ChatFormat(_Format):
             chunks.append(self._first_chunk(index, delta.prompt.token_ids))
         chunk = self._chunk(index, {"content": delta.text}, delta.finish_reason)
         (choice,) = chunk["choices"]
-        choice["logprobs"] = chat_logprobs(delta, self.tokenizer)
+        choice["logprobs"] = self._logprobs(delta)
         choice["stop_reason"] = delta.stop_reason
         if self.returns_token_ids:
             choice["token_ids"] = delta.token_ids
@@ -205,13 +204,16 @@ class ChatFormat(_Format):
         choice: ChatChoice = {
             "index": index,
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": chat_logprobs(delta, self.tokenizer),
+            "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self.returns_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return chat_logprobs(delta, self.tokenizer, skip_special_tokens=self.skip_special_tokens)
 
     def _first_chunk(self, index: int, prompt_token_ids: Sequence[int]) -> ChatCompletionChunk:
         chunk = self._chunk(index, {"role": "assistant", "content": ""}, None)

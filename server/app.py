@@ -147,6 +147,7 @@ async def chat_completions(request: Request) -> Response:
         includes_usage=includes_usage(body),
         returns_token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens,
         tokenizer=engine.tokenizer,
     )
     params = chat_params(body, engine.sampling_defaults, has_text=engine.tokenizer is not None)

@@ -51,10 +51,11 @@ class Echo:
         offsets = PromptOffsets(self.tokenizer, text)
         tokens = []
         for token_id, entry in zip(prompt.token_ids, prompt.logprobs, strict=True):
+            is_shown = offsets.shows(token_id)
             offset = offsets.next(token_id)
             begins_text = offsets.reads_as_first(token_id, offset)
             top = _with_top(entry, self.num_top)
-            tokens.append(TextToken(token_id, top, offset, begins_text))
+            tokens.append(TextToken(token_id, top, offset, begins_text, is_shown))
         return tokens
 
 

@@ -14,6 +14,7 @@ from jpaged.server.protocol import (
     CompletionLogprobs,
     TokenLogprob,
 )
+from jpaged.text.token_bytes import token_bytes
 from jpaged.text.token_text import TextOffsets, token_text
 from jpaged.text.tokenizer import Tokenizer
 
@@ -22,18 +23,23 @@ LEAST_LOGPROB = -9999.0
 
 
 class TextToken(NamedTuple):
-    """A token of a text. begins_text: it reads as it does where nothing is before it."""
+    """A token of a text. begins_text: it reads as it does where nothing is before it. is_shown:
+    it is a part of the text, as special tokens are not that are left out."""
 
     token_id: int
     logprobs: TokenLogprobs | None
     offset: int
     begins_text: bool = False
+    is_shown: bool = True
 
 
 def text_tokens(delta: Delta, offsets: TextOffsets) -> list[TextToken]:
-    """offsets: of the answer; goes along the tokens of the delta."""
+    """The tokens of a delta. offsets: those of the choice's text, which go on with each delta."""
     entries = zip(delta.token_ids, delta.logprobs or (), strict=True)
-    return [TextToken(token_id, entry, offsets.next(token_id)) for token_id, entry in entries]
+    return [
+        TextToken(token_id, entry, is_shown=offsets.shows(token_id), offset=offsets.next(token_id))
+        for token_id, entry in entries
+    ]
 
 
 def completion_logprobs(
@@ -48,6 +54,7 @@ def completion_logprobs(
         ],
         "top_logprobs": [_by_text(tokenizer, token) for token in tokens],
         "text_offset": [token.offset for token in tokens],
+        "bytes": [_text_bytes(tokenizer, token) for token in tokens],
     }
 
 
@@ -60,17 +67,26 @@ def joined(first: CompletionLogprobs | None, then: CompletionLogprobs) -> Comple
         "token_logprobs": first["token_logprobs"] + then["token_logprobs"],
         "top_logprobs": first["top_logprobs"] + then["top_logprobs"],
         "text_offset": first["text_offset"] + then["text_offset"],
+        "bytes": first["bytes"] + then["bytes"],
     }
 
 
-def chat_logprobs(delta: Delta, tokenizer: Tokenizer | None) -> ChatLogprobs | None:
+def chat_logprobs(
+    delta: Delta, tokenizer: Tokenizer | None, *, skip_special_tokens: bool
+) -> ChatLogprobs | None:
     if delta.logprobs is None:
         return None
-    entries = zip(delta.token_ids, delta.logprobs, strict=True)
-    return {
-        "content": [_chat_entry(tokenizer, token_id, entry) for token_id, entry in entries],
-        "refusal": None,
-    }
+
+    def shown(token_id: int, logprob: float) -> TokenLogprob:
+        text = token_text(tokenizer, token_id)
+        own_bytes = _bytes(tokenizer, token_id, skip_special_tokens=skip_special_tokens)
+        return {"token": text, "logprob": finite(logprob), "bytes": own_bytes}
+
+    content: list[ChatTokenLogprob] = [
+        {**shown(token_id, entry.logprob), "top_logprobs": [shown(*top) for top in entry.top]}
+        for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def _by_text(tokenizer: Tokenizer | None, token: TextToken) -> dict[str, float] | None:
@@ -87,16 +103,23 @@ def _by_text(tokenizer: Tokenizer | None, token: TextToken) -> dict[str, float] 
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _chat_entry(
-    tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs
-) -> ChatTokenLogprob:
-    own = _token(tokenizer, token_id, entry.logprob)
-    return {**own, "top_logprobs": [_token(tokenizer, *top) for top in entry.top]}
+def _bytes(
+    tokenizer: Tokenizer | None, token_id: int, *, skip_special_tokens: bool
+) -> list[int] | None:
+    """What the token adds to the UTF-8 of a text; None without a tokenizer, as nobody knows."""
+    if tokenizer is None:
+        return None
+    if skip_special_tokens and token_id in tokenizer.special_token_ids:
+        return []
+    return list(token_bytes(tokenizer, token_id))
 
 
-def _token(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> TokenLogprob:
-    text = token_text(tokenizer, token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+def _text_bytes(tokenizer: Tokenizer | None, token: TextToken) -> list[int] | None:
+    if tokenizer is not None and not token.is_shown:
+        return []
+    if tokenizer is not None and token.begins_text:
+        return list(token_text(tokenizer, token.token_id, begins_text=True).encode())
+    return _bytes(tokenizer, token.token_id, skip_special_tokens=False)
 
 
 def finite(logprob: float) -> float:

@@ -160,12 +160,14 @@ PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry a token in each list. text_offset: where in the text the token begins."""
+    """One entry a token in each list. text_offset: where in the text the token begins. bytes: what
+    it adds to the UTF-8 of the text; null without a tokenizer."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+    bytes: list[list[int] | None]
 
 
 class CompletionChoice(TypedDict):
@@ -193,7 +195,7 @@ class Completion(TypedDict):
 class TokenLogprob(TypedDict):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChatTokenLogprob(TokenLogprob):

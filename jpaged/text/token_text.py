@@ -38,7 +38,12 @@ class TextOffsets:
         self._open: tuple[int, ...] = ()  # tokens up to now that end within a character
         self._open_text = ""
 
+    def shows(self, token_id: int) -> bool:
+        """Whether the next token, if it is this one, is a part of the text."""
+        return self._tokenizer is None or not self._is_skipped(self._tokenizer, token_id)
+
     def next(self, token_id: int) -> int:
+        """Take the next token; return where it begins."""
         offset = self._length + len(self._open_text.rstrip(REPLACEMENT))
         if self._tokenizer is None or self._is_skipped(self._tokenizer, token_id):
             return offset

@@ -49,9 +49,12 @@ class Tokenizer:
         self.longest_token_length = max(map(len, tokenizer.get_vocab()))
         self.bos_token_id = _token_id(tokenizer.bos_token_id)
         self.eos_token_id = _token_id(tokenizer.eos_token_id)
-        self.special_token_ids = frozenset(
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
+        self.special_tokens = {
+            token_id: token.content
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
+        self.special_token_ids = frozenset(self.special_tokens)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -109,13 +112,14 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Ids beyond the vocabulary, which a padded model may sample, are left out."""
-        text = self._tokenizer.decode(
-            list(token_ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
+        # Past transformers, which would decode the same and costs a few times as much.
+        return self._tokenizer.backend_tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens
         )
-        assert isinstance(text, str)
-        return text
+
+    def piece(self, token_id: int) -> str | None:
+        """The token's name in the vocabulary, in its own alphabet; None beyond the vocabulary."""
+        return self._tokenizer.backend_tokenizer.id_to_token(token_id)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True

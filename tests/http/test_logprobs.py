@@ -12,9 +12,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer as PlainTokenizer
 
+from jpaged.text.token_bytes import token_bytes
 from jpaged.text.token_text import TextOffsets, token_text
 from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import (
+    EOS,
     byte_level_tokenizer,
     byte_tokenizer,
     save_tokenizer,
@@ -28,6 +30,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 LEAST = -9999.0
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def numbers_of(value: Any) -> Iterator[float]:
@@ -59,7 +62,7 @@ def test_form_of_completions(server: RunningServer, number: int) -> None:
     Completion.model_validate(answer, strict=True)
     (choice,) = answer["choices"]
     logprobs = choice["logprobs"]
-    assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert logprobs.keys() == {*LISTS, "bytes"}
     assert {len(values) for values in logprobs.values()} == {len(choice["token_ids"])}
     assert logprobs["tokens"] == [*"[abdc]", "</s>"]
     assert logprobs["text_offset"] == list(range(7))
@@ -95,7 +98,8 @@ def test_form_of_chats(server: RunningServer, given: dict[str, Any]) -> None:
     assert len(entries) == len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
     assert "".join(entry["token"] for entry in entries[:-1]) == choice["message"]["content"]
     for entry in entries:
-        assert bytes(entry["bytes"]) == entry["token"].encode()
+        shown = "" if entry["token"] == EOS else entry["token"]
+        assert bytes(entry["bytes"]) == shown.encode()
         top = entry["top_logprobs"]
         assert len(top) == given.get("top_logprobs", 0)
         assert all(high["logprob"] > low["logprob"] for high, low in pairwise(top))
@@ -196,7 +200,54 @@ def test_without_a_tokenizer(server: RunningServer, stream: bool) -> None:
         "token_logprobs": [-0.5],
         "top_logprobs": [{name: -0.5}],
         "text_offset": [0],
+        "bytes": [None],
     }
+
+
+SPLIT = "🔥é"  # of several tokens a character
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_bytes_of_chats(server: RunningServer, streamed: bool, skip_special_tokens: bool) -> None:
+    """O-94: joined, they are the UTF-8 of the text; alternatives have their own."""
+    body = {
+        "messages": [{"role": "user", "content": SPLIT}],
+        **{"logprobs": True, "top_logprobs": 2, "n": 2, "ignore_eos": True, "max_tokens": 50},
+        "skip_special_tokens": skip_special_tokens,
+    }
+    texts, joined = ["", ""], [b"", b""]
+    if streamed:
+        chunks = stream(server, CHAT, body)[:-1]
+        choices = [chunk["choices"][0] for chunk in chunks]
+    else:
+        choices = server.post(CHAT, body).json()["choices"]
+    for choice in choices:
+        message = choice.get("message") or choice["delta"]
+        texts[choice["index"]] += message["content"]
+        for entry in (choice["logprobs"] or {"content": []})["content"]:
+            joined[choice["index"]] += bytes(entry["bytes"])
+            for top in entry["top_logprobs"]:
+                assert top["logprob"] != entry["logprob"] or top["bytes"] == entry["bytes"]
+    for text, content in zip(texts, joined, strict=True):
+        assert SPLIT in text
+        assert content.decode(errors="replace") == text
+    assert any(EOS in text for text in texts) != skip_special_tokens
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_bytes_of_completions(server: RunningServer, streamed: bool, echo: bool) -> None:
+    """O-94: those of an echoed prompt too."""
+    body = {"prompt": SPLIT, "logprobs": 2, "echo": echo}
+    if streamed:
+        choices = [chunk["choices"][0] for chunk in stream(server, COMPLETIONS, body)[:-1]]
+    else:
+        choices = server.post(COMPLETIONS, body).json()["choices"]
+    content = b"".join(bytes(each) for choice in choices for each in choice["logprobs"]["bytes"])
+    text = "".join(choice["text"] for choice in choices)
+    assert content == text.encode()
+    assert text == (SPLIT if echo else "") + f"[{SPLIT}]"
 
 
 # What follows needs no server.
@@ -215,6 +266,25 @@ def test_texts_of_tokens(make: Any, tmp_path: Path) -> None:
     texts = [token_text(tokenizer, token_id) for token_id in ids]
     assert "".join(texts).lstrip() == "x hello\n"
     assert any(text.startswith(" ") for text in texts[1:])
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer, sentencepiece_tokenizer])
+def test_bytes_of_tokens(make: Any, tmp_path: Path) -> None:
+    """O-94: of all tokens, by what they make of any text; added tokens are their names."""
+    tokenizer = load(make(), tmp_path)
+    for text in ("a 🔥 é 漢字 👨‍👩‍👧\n\x00 <tag>b</s> c", "\ufffd", "<0x41> Ġ Â ï¿½"):
+        token_ids = tokenizer.encode(f"a{text}", add_special_tokens=False)
+        content = b"".join(token_bytes(tokenizer, token_id) for token_id in token_ids)
+        assert content.decode().lstrip() == tokenizer.decode(token_ids, skip_special_tokens=False)
+    byte_tokens = [
+        token_id
+        for token_id in range(tokenizer.vocab_size)
+        if tokenizer.decode([token_id], skip_special_tokens=False) == "\ufffd"
+    ]
+    partial = {token_bytes(tokenizer, token_id) for token_id in byte_tokens}
+    assert {bytes([byte]) for byte in range(0x80, 0x100)} <= partial
+    assert b"\xef\xbf\xbd" not in partial
+    assert token_bytes(tokenizer, tokenizer.vocab_size + 5) == b""
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, byte_level_tokenizer, sentencepiece_tokenizer])
