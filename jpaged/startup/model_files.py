@@ -18,6 +18,7 @@ from jpaged.models.formats.gguf_config import gguf_model_config
 from jpaged.models.formats.gguf_file import GgufFile
 from jpaged.models.formats.gguf_generation import sampling_config
 from jpaged.models.formats.gguf_source import GgufSource
+from jpaged.models.formats.gguf_split import open_gguf
 from jpaged.models.formats.safetensors_source import SafetensorsSource
 from jpaged.models.formats.tensor_source import TensorSource
 from jpaged.startup.demo_model import RECOMMENDED_SAMPLING, demo_model_file
@@ -45,8 +46,8 @@ class ModelFiles:
 
     @cached_property
     def gguf(self) -> GgufFile:
-        """The opened file, shared by all that read it."""
-        return GgufFile(self.path)
+        """The opened file with all its parts, shared by all that read it."""
+        return open_gguf(self.path)
 
 
 def resolve_model(name: str) -> ModelFiles:

@@ -16,7 +16,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 # Keys that change what a model computes, with the values that leave it as implemented here.
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "split.count": (0, 1),
     "llama.expert_count": (0,),
     "llama.attention.sliding_window": (0,),
     "llama.attention.causal": (True,),

@@ -75,6 +75,10 @@ class GgufFile:
                 cursor.fail(f"tensor {name!r:.120} occurs twice")
             self.tensors[name] = _place(cursor, name, type_id, shape, data_start + offset)
 
+    def location(self, name: str) -> str:
+        """Name of the file that has the tensor, for messages."""
+        return self.path.name
+
     def tensor_bytes(self, name: str) -> np.ndarray:
         """The tensor's bytes as uint8: a read-only view of the file."""
         tensor = self.tensors[name]

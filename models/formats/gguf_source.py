@@ -75,7 +75,7 @@ class GgufSource:
         return self._file.tensors[self._gguf_names[name]].num_bytes
 
     def location(self, name: str) -> str:
-        return self._file.path.name
+        return self._file.location(self._gguf_names[name])
 
     def read(self, name: str) -> np.ndarray:
         gguf_name = self._gguf_names[name]

@@ -183,7 +183,6 @@ def test_types_that_are_not_supported_are_named(hf_config: dict[str, Any], tmp_p
             UnsupportedModelError,
             "rope_type 'longrope' .* not supported",
         ),
-        (lambda w: w.add_uint16("split.count", 3), UnsupportedModelError, "split.count .* is 3"),
     ],
 )
 def test_unsupported_metadata_is_refused_by_name(
