@@ -21,6 +21,8 @@ from pathlib import Path
 from tests.mutations.breakages import ROOT, Breakage, all_breakages
 
 TIMEOUT_SECONDS = 600  # of one breakage: a test that hangs has not caught it
+# One process. How long a test takes, here where nothing is compiled yet, is no concern.
+PYTEST = ("-m", "pytest", "-q", "-m", "not long", "-p", "no:cpu-seconds")
 # Outcomes of pytest. 2 to 5: interrupted, internal error, bad usage, no tests.
 PASSED, FAILED = 0, 1
 # Errors of a breakage that is no sensible code, which any test would notice.
@@ -51,7 +53,7 @@ class ScratchCopy:
     def pytest(self, tests: list[str], *options: str) -> tuple[int | None, str]:
         """Exit code, None if it took too long, and output."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-m", "not long", *options, *tests],
+            [sys.executable, *PYTEST, *options, *tests],
             cwd=self.root,
             env=self._environment(),
             stdout=subprocess.PIPE,
