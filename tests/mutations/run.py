@@ -23,6 +23,7 @@ from tests.mutations.breakages import ROOT, Breakage, all_breakages
 TIMEOUT_SECONDS = 600  # of one breakage: a test that hangs has not caught it
 # One process. How long a test takes, here where nothing is compiled yet, is no concern.
 PYTEST = ("-m", "pytest", "-q", "-m", "not long", "-p", "no:cpu-seconds")
+MOST_CHARACTERS = 160  # of a failure
 # Outcomes of pytest. 2 to 5: interrupted, internal error, bad usage, no tests.
 PASSED, FAILED = 0, 1
 # Errors of a breakage that is no sensible code, which any test would notice.
@@ -135,7 +136,8 @@ def _check_unbroken(copy: ScratchCopy, breakages: list[Breakage]) -> None:
 
 def _print_verdict(breakage: Breakage, verdict: Verdict) -> None:
     word = "caught  " if verdict.is_caught else "SURVIVES"
-    print(f"{word} {verdict.seconds:4.0f} s  {breakage.name:34}  {verdict.reason}", flush=True)
+    reason = verdict.reason[:MOST_CHARACTERS] if verdict.is_caught else verdict.reason
+    print(f"{word} {verdict.seconds:4.0f} s  {breakage.name:34}  {reason}", flush=True)
 
 
 def _selected(patterns: list[str]) -> list[Breakage]:
