@@ -110,7 +110,12 @@ class AsyncEngine:
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
     ) -> TokensPrompt:
         """A conversation in the model's chat template."""
-        return chat_prompt(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        return chat_prompt(
+            self.tokenizer,
+            messages,
+            max_model_len=self.max_model_len,
+            add_generation_prompt=add_generation_prompt,
+        )
 
     async def check(self, prompt: Prompt, params: Params) -> int:
         """Number of tokens of the prompt. Raises `RequestError` if `generate` would refuse this."""

@@ -13,6 +13,7 @@ from jpaged.scheduling.group_policy import policy_of
 from jpaged.scheduling.request import Request
 from jpaged.scheduling.request_group import RequestGroup
 from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.length_limit import check_text_length, num_characters
 from jpaged.text.tokenizer import Tokenizer
 
 
@@ -116,14 +117,7 @@ class InputProcessor:
                 "prompts must be token ids: the engine was started with skip_tokenizer_init",
                 param="prompt",
             )
-        # Megabytes of text would take seconds to tokenize, only to be refused then.
-        most_characters = self.max_model_len * self.tokenizer.longest_token_length
-        if len(prompt) > most_characters:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} characters, more than any {self.max_model_len} "
-                f"tokens, the model's context, can have ({most_characters}). Shorten the prompt.",
-                param="prompt",
-            )
+        check_text_length(len(prompt), self.tokenizer, self.max_model_len, param="prompt")
         return self.tokenizer.encode(prompt)
 
     def _check_token_ids(self, param: str, token_ids: Sequence[int]) -> None:
@@ -201,13 +195,18 @@ def chat_prompt(
     tokenizer: Tokenizer | None,
     messages: list[dict[str, Any]],
     *,
+    max_model_len: int,
     add_generation_prompt: bool = True,
 ) -> TokensPrompt:
-    """A conversation in the model's chat template, by default ready for its answer."""
+    """A conversation in the model's chat template, by default ready for its answer.
+
+    One whose text cannot fit into `max_model_len` tokens is refused before it is rendered.
+    """
     if tokenizer is None:
         raise RequestError(
             "chat needs a tokenizer, but the engine was started with skip_tokenizer_init",
             param="messages",
         )
+    check_text_length(num_characters(messages), tokenizer, max_model_len, param="messages")
     token_ids = tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt)
     return {"prompt_token_ids": token_ids}

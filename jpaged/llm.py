@@ -80,7 +80,10 @@ class LLM:
         """Answers to one conversation, or to each of several, put in the model's chat template."""
         is_one = bool(messages) and isinstance(messages[0], dict)
         conversations = cast(Sequence[Conversation], [messages] if is_one else messages)
-        prompts = [chat_prompt(self.tokenizer, list(each)) for each in conversations]
+        prompts = [
+            chat_prompt(self.tokenizer, list(each), max_model_len=self.max_model_len)
+            for each in conversations
+        ]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def beam_search(

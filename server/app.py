@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
@@ -19,6 +20,7 @@ from jpaged.server.access import (
 from jpaged.server.answers import AnswerFormat, ChatFormat, CompletionFormat
 from jpaged.server.api_keys import ApiKeys
 from jpaged.server.body import read_request
+from jpaged.server.body_limits import LimitBodies
 from jpaged.server.convert import (
     chat_messages,
     chat_params,
@@ -35,7 +37,10 @@ from jpaged.server.json_response import JsonResponse
 from jpaged.server.logprob_limit import check_num_logprobs
 from jpaged.server.options import ServerOptions
 from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest, ModelCard, ModelList
+from jpaged.server.request_queue import RequestQueue
+from jpaged.server.request_threads import RequestThreads
 from jpaged.server.streaming import EventStream, collect, events, generate, unless_disconnected
+from jpaged.text.length_limit import num_characters
 from jpaged.version import version
 
 STARTING = "the server is starting: it loads the model or compiles programs"
@@ -53,6 +58,8 @@ def create_app(
     app.state.engine = engine
     app.state.created = int(time.time())
     app.state.is_draining = False
+    app.state.threads = RequestThreads()
+    app.state.queue = RequestQueue(options.max_queued_requests)
     app.include_router(router)
     add_error_handlers(app)
     _add_middleware(app, options, api_keys)
@@ -61,6 +68,9 @@ def create_app(
 
 def _add_middleware(app: FastAPI, options: ServerOptions, api_keys: ApiKeys) -> None:
     """From the innermost to the outermost."""
+    app.add_middleware(
+        LimitBodies, max_bytes=options.max_body_bytes_in_flight, timeout=options.body_timeout
+    )
     if api_keys:
         app.add_middleware(RequireApiKey, keys=api_keys)
     if options.allowed_origins:
@@ -118,6 +128,7 @@ async def model(request: Request, name: str) -> Response:
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     engine = _serving_engine(request)
+    request.app.state.queue.check_room()
     body = await read_request(request, CompletionRequest)
     check_model(body, engine.model_name)
     answer_format = CompletionFormat(
@@ -140,6 +151,7 @@ async def completions(request: Request) -> Response:
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     engine = _serving_engine(request)
+    request.app.state.queue.check_room()
     body = await read_request(request, ChatCompletionRequest)
     check_model(body, engine.model_name)
     answer_format = ChatFormat(
@@ -151,11 +163,10 @@ async def chat_completions(request: Request) -> Response:
         tokenizer=engine.tokenizer,
     )
     params = chat_params(body, engine.sampling_defaults, has_text=engine.tokenizer is not None)
-    # In a thread, as a long chat takes seconds to tokenize.
-    prompt = await asyncio.to_thread(
-        engine.chat_prompt,
-        chat_messages(body),
-        add_generation_prompt=body.add_generation_prompt,
+    messages = chat_messages(body)
+    prompt = await request.app.state.threads.run(
+        num_characters(messages),
+        partial(engine.chat_prompt, messages, add_generation_prompt=body.add_generation_prompt),
     )
     prompts = [salted(prompt, body.cache_salt)]
     return await _answer(request, body, prompts, params, answer_format)
@@ -170,9 +181,12 @@ async def _answer(
 ) -> Response:
     """Nothing is generated before all prompts are known to be good."""
     engine = _serving_engine(request)
-    num_prompt_tokens = [await engine.check(prompt, params) for prompt in prompts]
+    queue: RequestQueue = request.app.state.queue
+    with queue.waiting(len(prompts)):
+        num_prompt_tokens = [await engine.check(prompt, params) for prompt in prompts]
     check_num_logprobs(body, num_prompt_tokens, params)
     outputs = generate(engine, prompts, params, answer_format.id)
+    outputs = queue.until_first(outputs, len(prompts))
     if body.stream:
         return EventStream(events(outputs, answer_format))
     finals = await unless_disconnected(request.receive, collect(outputs))

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from jpaged.server.errors import BodyError, BodyTooLargeError, MediaTypeError
+from jpaged.server.request_threads import LARGE, RequestThreads
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 
@@ -27,7 +28,15 @@ _CODES = {
 async def read_request(request: Request, model: type[Model]) -> Model:
     """The validated body. Raises `RequestError` that names the first field that is wrong."""
     _check_media_type(request.headers.get("content-type"))
-    values = _parse_json(await _read_body(request))
+    body = await _read_body(request)
+    if len(body) < LARGE:
+        return _parse(body, model)
+    threads: RequestThreads = request.app.state.threads
+    return await threads.run(len(body), _parse, body, model)
+
+
+def _parse(body: bytearray, model: type[Model]) -> Model:
+    values = _parse_json(body)
     if not isinstance(values, dict):
         raise BodyError(
             f"the body must be a JSON object, got a {type(values).__name__}", code="invalid_type"
@@ -49,7 +58,7 @@ def _check_media_type(content_type: str | None) -> None:
         )
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytearray:
     """Stops at the limit, whatever the length that the client declared."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
@@ -59,10 +68,10 @@ async def _read_body(request: Request) -> bytes:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
+    return body
 
 
-def _parse_json(body: bytes) -> Any:
+def _parse_json(body: bytearray) -> Any:
     try:
         return from_json(body)
     except ValueError as error:

@@ -41,6 +41,13 @@ class ServerOptions:
         120,
         "seconds that an idle connection stays open; should exceed those of clients and proxies",
     )
+    body_timeout: float = option(60.0, "seconds that the body of a request may take to arrive")
+    max_body_bytes_in_flight: int = option(
+        512 * 2**20, "most bytes of the bodies of all requests that are being answered"
+    )
+    max_queued_requests: int = option(
+        4096, "most requests that wait for their first token; others are told to try again later"
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests get to finish after Ctrl-C or SIGTERM"
     )
@@ -60,9 +67,12 @@ class ServerOptions:
                 f"root_path must begin and not end with a slash, such as /llm, got "
                 f"{self.root_path!r}"
             )
-        if self.keep_alive_timeout < 1:
+        for name in ("keep_alive_timeout", "max_body_bytes_in_flight", "max_queued_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not (self.body_timeout > 0 and math.isfinite(self.body_timeout)):
             raise ConfigError(
-                f"keep_alive_timeout must be at least 1 second, got {self.keep_alive_timeout}"
+                f"body_timeout must be a number of seconds above 0, got {self.body_timeout}"
             )
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}", option="port")

@@ -50,6 +50,9 @@ SERVER_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("allowed_origins", ["--allowed-origins", "https://a.example"], ("https://a.example",)),
     ("root_path", ["--root-path", "/llm"], "/llm"),
     ("keep_alive_timeout", ["--keep-alive-timeout", "7"], 7),
+    ("body_timeout", ["--body-timeout", "0.5"], 0.5),
+    ("max_body_bytes_in_flight", ["--max-body-bytes-in-flight", "1G"], 2**30),
+    ("max_queued_requests", ["--max-queued-requests", "3"], 3),
     ("shutdown_timeout", ["--shutdown-timeout", "2.5"], 2.5),
 ]
 
@@ -132,6 +135,9 @@ BAD_OPTIONS = [
     ("--host", ""),
     *(("--allowed-origins", value) for value in ("", "a.example", "https://a.example/")),
     *(("--root-path", value) for value in ("llm", "/llm/", "/")),
+    *(("--body-timeout", value) for value in ("0", "nan", "inf")),
+    *(("--max-body-bytes-in-flight", value) for value in ("0", "1.5")),
+    *(("--max-queued-requests", value) for value in ("0", "-1")),
     *(("--keep-alive-timeout", value) for value in ("0", "1.5")),
     ("--served-model-name", ""),
     ("--unheard-of", "1"),

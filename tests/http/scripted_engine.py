@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.async_engine import AsyncEngine
-from jpaged.errors import EngineDeadError, RequestError
-from jpaged.inputs import InputProcessor, Prompt, TokensPrompt
+from jpaged.errors import EngineDeadError
+from jpaged.inputs import InputProcessor, Prompt, chat_prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, RequestOutput, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
@@ -72,12 +72,12 @@ class ScriptedEngine(AsyncEngine):
     def chat_prompt(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
     ) -> Prompt:
-        if self.tokenizer is None:
-            raise RequestError("no tokenizer, so no chat", param="messages")
-        token_ids = self.tokenizer.encode_chat(
-            messages, add_generation_prompt=add_generation_prompt
+        return chat_prompt(
+            self.tokenizer,
+            list(messages),
+            max_model_len=self.max_model_len,
+            add_generation_prompt=add_generation_prompt,
         )
-        return TokensPrompt(prompt_token_ids=token_ids)
 
     async def start(self) -> None:
         self.is_ready = True

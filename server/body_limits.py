@@ -1,0 +1,71 @@
+"""Bounds what the bodies of all requests take together: pure ASGI."""
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jpaged.server.errors import BodyTimeoutError, OverloadedError
+
+
+class LimitBodies:
+    """Counts the bytes of bodies from their arrival to the end of the answer, as prompts are held
+    that long, and ends bodies that take too long to arrive.
+
+    Reading a body raises `BodyTimeoutError` or `OverloadedError`, which the routes let pass to the
+    handlers of errors.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+        self._num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _Body(self, receive)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            self._num_bytes -= body.num_bytes
+
+    def take(self, size: int) -> None:
+        if self._num_bytes + size > self._max_bytes:
+            raise OverloadedError(
+                f"the bodies of all requests together exceed {self._max_bytes} bytes; try again "
+                "later, or start the server with a larger --max-body-bytes-in-flight"
+            )
+        self._num_bytes += size
+
+    async def in_time(self, receive: Receive, deadline: float) -> Message:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await receive()
+        except TimeoutError:
+            raise BodyTimeoutError(
+                f"the body did not arrive within {self._timeout:g} seconds; send it faster, or "
+                "start the server with a larger --body-timeout"
+            ) from None
+
+    def deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._timeout
+
+
+class _Body:
+    """The body of one request. After its end, only the client's leaving is waited for."""
+
+    def __init__(self, limits: LimitBodies, receive: Receive) -> None:
+        self.num_bytes = 0
+        self._limits = limits
+        self._receive = receive
+        self._deadline = limits.deadline()
+        self._has_ended = False
+
+    async def receive(self) -> Message:
+        if self._has_ended:
+            return await self._receive()
+        message = await self._limits.in_time(self._receive, self._deadline)
+        size = len(message.get("body", b""))
+        self._limits.take(size)
+        self.num_bytes += size
+        self._has_ended = not message.get("more_body", False)
+        return message
