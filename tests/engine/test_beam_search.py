@@ -121,32 +121,6 @@ def folder(tmp_path_factory):
     return save_random_llama(tmp_path_factory.mktemp("random"))
 
 
-WAYS_TO_RUN = {
-    "beside others": {},
-    "little memory": {"num_gpu_blocks_override": 14},
-    "little memory, no cache": {"num_gpu_blocks_override": 14, "enable_prefix_caching": False},
-    "swap": {"num_gpu_blocks_override": 14, "preemption_mode": "swap"},
-}
-MORE_WAYS_TO_RUN = {
-    "few rows": {"max_num_seqs": 4},
-    "swap, no cache": {**WAYS_TO_RUN["swap"], "enable_prefix_caching": False},
-    "small blocks": {"block_size": 8},
-}
-
-
-@pytest.mark.parametrize(
-    "way", [*WAYS_TO_RUN, *(pytest.param(way, marks=pytest.mark.long) for way in MORE_WAYS_TO_RUN)]
-)
-def test_answers_do_not_depend_on_how_they_ran(folder, make_llm, way):
-    """Alone, beside others, with little memory, without the cache: the same beams."""
-    options = {"beam_width": 3, "length_penalty": 1.0}
-    expected = [ours(make_llm(folder), [prompt], **options)[0] for prompt in PROMPTS]
-    llm = make_llm(folder, **(WAYS_TO_RUN | MORE_WAYS_TO_RUN)[way])
-    for one, other in zip(ours(llm, PROMPTS, **options), expected, strict=True):
-        assert one[0] == other[0]
-        assert one[1] == pytest.approx(other[1], abs=1e-4)
-
-
 def test_beside_ordinary_requests(folder, make_llm):
     llm = make_llm(folder)
     expected = ours(llm, PROMPTS[:1], beam_width=4)[0]

@@ -1,7 +1,5 @@
 """KV caches of one byte a number: how many blocks fit, where scales come from, what answers do."""
 
-import re
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,46 +39,6 @@ def answers(llm, *, n=1, alone=False, num_tokens=40):
     token_ids = [output.outputs[0].token_ids for output in outputs]
     assert token_ids[len(prompts) :] in ([], token_ids[: len(prompts)])
     return token_ids[: len(prompts)]
-
-
-def num_preemptions(llm) -> list[float]:
-    """All so far, and those that moved blocks to host memory."""
-    rendered = llm.engine.metrics.render()[0].decode()
-    return [
-        float(re.search(rf"^jpaged:{name}_total{{.*}} (.*)$", rendered, re.M)[1])
-        for name in ("num_preemptions", "num_swap_outs")
-    ]
-
-
-@pytest.fixture(scope="module")
-def expected(folder, make_llm):
-    """Computed alone and whole, without cache or pressure."""
-    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 128}
-    return answers(make_llm(folder, kv_cache_dtype="int8", **options), alone=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "budget,memory",
-    [
-        (64, "swap"),
-        pytest.param(64, "roomy", marks=pytest.mark.long),
-        pytest.param(16, "recompute", marks=pytest.mark.long),
-    ],
-)
-def test_answers_do_not_depend_on_how_they_are_computed(folder, make_llm, expected, budget, memory):
-    """In chunks, from the cache, preempted either way, several of a prompt."""
-    pressure = {"num_gpu_blocks_override": 14, "preemption_mode": memory}
-    llm = make_llm(
-        folder,
-        max_num_batched_tokens=budget,
-        kv_cache_dtype="int8",
-        **({} if memory == "roomy" else pressure),
-    )
-    before = num_preemptions(llm)
-    assert answers(llm) == answers(llm, n=3) == expected
-    preempted, swapped = np.subtract(num_preemptions(llm), before)
-    assert (preempted > 0) == (memory != "roomy") and (swapped > 0) == (memory == "swap")
 
 
 @pytest.mark.slow

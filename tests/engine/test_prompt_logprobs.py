@@ -106,49 +106,6 @@ def test_scores_that_nobody_kept_are_computed(folder, make_llm, cold):
     assert ask(llm, prompt, plain).num_cached_tokens == 48
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", ["roomy", "recompute", "swap"])
-@pytest.mark.parametrize("cache", [True, False])
-def test_scores_never_change(folder, make_llm, cold, cache, memory):
-    """Small steps, few rows, little memory, several answers, beams."""
-    pressure = {"num_gpu_blocks_override": 14, "preemption_mode": memory}
-    llm = make_llm(
-        folder,
-        enable_prefix_caching=cache,
-        max_num_batched_tokens=16,
-        max_num_seqs=4,
-        **({} if memory == "roomy" else pressure),
-    )
-    prompts = [[(first + 5 * index) % 200 for index in range(60)] for first in range(5)]
-    options = {"ignore_eos": True, "prompt_logprobs": 2}
-    params = [
-        SamplingParams(max_tokens=30, n=2, seed=1, **options),
-        SamplingParams(max_tokens=30, temperature=0, **options),
-        score(2),
-        SamplingParams(max_tokens=40, seed=2, **options),
-        SamplingParams(max_tokens=30, n=3, best_of=4, seed=3, **options),
-    ]
-    groups = [
-        llm.engine.make_request("r", {"prompt_token_ids": prompt}, each)
-        for prompt, each in zip([*prompts, prompts[0]], [*params, beams(options)], strict=True)
-    ]
-    for group in groups:
-        llm.engine.add_request(group)
-    while llm.engine.has_unfinished:
-        for group in llm.engine.step():
-            output = group.output()
-            if any(each.token_ids for each in output.outputs):
-                assert output.prompt_logprobs is not None, "an answer without its prompt's scores"
-    for group, prompt in zip(groups, [*prompts, prompts[0]], strict=True):
-        output = group.output()
-        np.testing.assert_allclose(values(output), cold(prompt, score(2)), atol=1e-4)
-    assert llm.engine.block_pool.num_used == 0
-
-
-def beams(options) -> BeamSearchParams:
-    return BeamSearchParams(beam_width=3, max_tokens=20, **options)
-
-
 def test_prompts_of_one_token_and_of_the_whole_context(folder, make_llm):
     llm = make_llm(folder, max_model_len=64)
     assert ask(llm, [5], score()).prompt_logprobs == (None,)

@@ -46,26 +46,6 @@ def test_each_answer_reads_its_own_blocks(folder, make_llm, length, cache):
     assert llm.engine.block_pool.num_used == 0
 
 
-def test_answers_do_not_depend_on_how_they_ran(folder, make_llm):
-    """O-11, O-15: more answers than slots, little memory, no cache: the same n answers."""
-    roomy = make_llm(folder)
-    expected = answers(roomy.generate([tokens(19)], sampled(n=6), use_tqdm=False)[0])
-    assert len(set(expected)) == 6
-    for options in (
-        {"max_num_seqs": 4},
-        {"num_gpu_blocks_override": 12},
-        {"enable_prefix_caching": False, "num_gpu_blocks_override": 12},
-    ):
-        llm = make_llm(folder, **options)
-        outputs = llm.generate([tokens(19)] * 2, sampled(n=6), use_tqdm=False)
-        for output in outputs:
-            assert answers(output) == expected
-            assert [completion.index for completion in output.outputs] == list(range(6))
-        assert llm.engine.block_pool.num_used == 0
-    # The first answer is that of n = 1.
-    assert answers(roomy.generate([tokens(19)], sampled(), use_tqdm=False)[0]) == expected[:1]
-
-
 def test_best_of_returns_the_likeliest(folder, make_llm):
     llm = make_llm(folder)
     [every] = llm.generate([tokens(19)], sampled(n=5, logprobs=0), use_tqdm=False)
