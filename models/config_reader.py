@@ -31,7 +31,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A number above zero: all that model configs hold are sizes, bases and factors."""
+        """Read a number above 0: numbers in model configs are sizes, bases and factors."""
         value = self._get(key, default)
         if value is default:
             return value
@@ -69,7 +69,7 @@ class ConfigReader:
         return tuple(float(number) for number in value)
 
     def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
-        """One id, a list of ids, or nothing at all; each must be a token of the model."""
+        """Read one id, a list of ids, or nothing; ids must be below vocab_size."""
         value = self.values.get(key)
         token_ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
         for token_id in token_ids:
@@ -83,7 +83,7 @@ class ConfigReader:
         return tuple(token_ids)
 
     def section(self, key: str) -> "ConfigReader":
-        """The object under the key; an empty one when the key is absent or null."""
+        """Return the object under the key, an empty one when the key is absent or null."""
         values = self.values.get(key)
         return ConfigReader({} if values is None else values, name=f"{key} in {self.name}")
 

@@ -22,9 +22,11 @@ from pallas_kernels.paged_attention import NO_WINDOW, PagedAttention
 
 
 class Attention(nnx.Module):
-    """qkv holds the projections of all query heads, then key heads, then value heads.
+    """Grouped-query attention over the paged KV cache.
 
-    kv_scales: as `PagedAttention.write` wants them; None if K/V are stored as they are.
+    qkv: one projection to all query heads, then key heads, then value heads.
+    kv_scales: what K/V are divided by before they are stored, in the form of
+        `PagedAttention.write`; None stores them unchanged.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
@@ -61,7 +63,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """gate_up holds the gate projection, then the up projection."""
+    """Gated MLP. gate_up: one projection to the gate's features, then the up projection's."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         use_bias = config.mlp_bias
@@ -133,7 +135,7 @@ class Llama(nnx.Module):
         return x, tuple(new_pools)
 
     def set_kv_scales(self, kv_scales: Sequence[Float[Array, "K2"]]) -> None:
-        """One array a layer."""
+        """Store K/V divided by these scales, one array a layer, from now on."""
         for layer, scales in zip(self.layers, kv_scales, strict=True):
             layer.attention.kv_scales = nnx.Variable(scales)
 
@@ -157,12 +159,15 @@ class Llama(nnx.Module):
 
 @partial(jax.jit, static_argnames=("graph", "attention"))
 def _run_layer(graph, state, layer_inputs, *, window, attention):
-    """One layer. Jitted, so that layers of equal shape are traced and lowered only once."""
+    """Run one layer; jitted, so that layers of equal shape are traced and lowered only once."""
     return nnx.merge(graph, state)(*layer_inputs, window=window, attention=attention)
 
 
 def _traced_windows(config: ModelConfig) -> list[Int[Array, ""] | None]:
-    """Of each layer. Arrays, so that a layer's window is no part of its program."""
+    """Make the window of each layer an array, so that it is an input of the layer's program.
+
+    None for every layer in a model without windows, whose program has no such input.
+    """
     if all(window is None for window in config.windows):
         return [None] * config.num_layers
     return [jnp.int32(NO_WINDOW if window is None else window) for window in config.windows]

@@ -64,13 +64,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cosines and sines are multiplied by."""
+    """Return the factor of cosines and sines, which scales attention in YaRN."""
     return 1.0 if rope.scaling is None else rope.scaling.attention_factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """All wavelengths grow by the factor."""
+    """Linear scaling: every wavelength grows by the factor."""
 
     factor: float
     attention_factor: float = 1.0
@@ -108,8 +108,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """Wavelengths that turn fewer than `beta_slow` times in the original context grow by the
-    factor, those that turn more than `beta_fast` times stay, with a linear ramp between."""
+    """YaRN scaling (Peng et al. 2023).
+
+    Wavelengths that turn fewer than `beta_slow` times in the original context grow by the factor.
+    Wavelengths that turn more than `beta_fast` times stay. Between both is a linear ramp.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -139,7 +142,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyFactors:
-    """One factor a wavelength, as GGUF files store the result of any other scaling."""
+    """A factor for each wavelength, as GGUF files store the result of other scalings."""
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0

@@ -96,7 +96,10 @@ def _shape_failures(spec: WeightSpec, expected: tuple[int, ...], source: TensorS
 
 
 def _unused(table: Sequence[WeightSpec], source: TensorSource) -> list[str]:
-    """Tensors that nobody reads, but for buffers and the second copy of a tied head."""
+    """Names of tensors that no parameter is made from.
+
+    Left out are buffers, which are computed here, and the head of a tied model.
+    """
     used = {name for spec in table for name in spec.sources}
     may_be_unread = UNREAD_BUFFERS if HEAD in used else (*UNREAD_BUFFERS, HEAD)
     return sorted(
@@ -127,7 +130,7 @@ def _read_on_host(
     source: TensorSource,
     advance: Callable[[int], None],
 ) -> np.ndarray:
-    """A new array, never a view of the file, which may change while the model is served."""
+    """Read a parameter into a new array, never a view of the file, which may change later."""
     host = np.empty(abstract.shape, abstract.dtype)
     rows = host.T if spec.transpose else host
     start = 0

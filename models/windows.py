@@ -25,7 +25,7 @@ def layer_windows(
         layer_types = (SLIDING if is_windowed else FULL,) * num_layers
     if SLIDING not in layer_types:
         return (None,) * num_layers
-    # transformers has a window all the same, which whoever wrote this cannot have meant.
+    # transformers applies the window all the same, which the config's author cannot have meant.
     reader.refuse_unless("use_sliding_window", True)
     window = reader.integer("sliding_window")
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)

@@ -9,7 +9,7 @@ from jpaged.startup.interruption import TERMINATED
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One word after `jpaged`.
+    """A command: the word after `jpaged`, and what it does.
 
     add_arguments: declares the command's options; imports nothing heavy.
     run: does the work; raises `JpagedError` for mistakes of the user.

@@ -62,13 +62,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_left_overs(folder: Path) -> None:
-    """Remove downloads of processes that were killed: whoever still works on one has the lock."""
+    """Remove downloads of killed processes. A download that still runs holds the lock."""
     for left_over in folder.glob(f"{DOWNLOAD_PREFIX}*"):
         shutil.rmtree(left_over, ignore_errors=True)
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with the file; None if it is the one that was tested.
+    """Say what is wrong with the file; None if it is the one that was tested, "" if it is missing.
 
     Its digest is computed when it is first used, and again after its size or time have changed.
     """
@@ -106,7 +106,7 @@ def _fetch(path: Path, damage: str) -> None:
 
 
 def _stamp(path: Path) -> str:
-    """What changes when the file is written to."""
+    """Size and time of the file, which change when it is written to, and the digest it has."""
     stat = path.stat()
     return f"{stat.st_size} {stat.st_mtime_ns} {SHA256}"
 
@@ -116,7 +116,7 @@ def _stamp_file(path: Path) -> Path:
 
 
 def _read_stamp(path: Path) -> str | None:
-    """The stamp that the file had when its digest was right."""
+    """Return the stamp that the file had when its digest was found right."""
     try:
         return _stamp_file(path).read_text("utf-8")
     except (OSError, ValueError):

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 def answer_end_ids(
     model: ModelConfig, generation: ConfigReader, tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Tokens that end an answer, all that any file of the model names, as vLLM has it.
+    """Collect the tokens that end an answer from all files of the model, as vLLM does.
 
     Fine-tunes often end their turns with the tokenizer's EOS, while configs still name that of the
     base model. Raises `CheckpointError` for an id that is no token of the model.
@@ -77,7 +77,7 @@ def answer_end_ids(
 
 
 def sampling_defaults(generation: ConfigReader, *, is_used: bool = True) -> dict[str, Any]:
-    """Arguments of `SamplingParams` for requests that do not give them.
+    """Return arguments of `SamplingParams` for requests that do not give them.
 
     is_used: whether defaults of the model are wanted; without, the log only names what it has.
     Raises `CheckpointError` for a value that no request could have.
@@ -110,9 +110,10 @@ def sampling_defaults(generation: ConfigReader, *, is_used: bool = True) -> dict
 
 
 def _recommended(generation: ConfigReader) -> dict[str, Any]:
-    """What the file has of `_SAMPLING_KEYS`; null counts as absent.
+    """Select the keys in `_SAMPLING_KEYS` that the file has; null counts as absent.
 
-    Without sampling, transformers takes the likeliest token, whatever the other keys say.
+    do_sample false is temperature 0: transformers takes the likeliest token then, whatever the
+    other keys say.
     """
     given = {key: generation.values.get(key) for key in _SAMPLING_KEYS}
     recommended = {key: value for key, value in given.items() if value is not None}

@@ -166,7 +166,7 @@ def _token_id(token_id: object) -> int | None:
 
 
 def _check_messages(messages: object) -> None:
-    """Only what holds for every template; the rest is for the template to say."""
+    """Refuse what no template takes; each template checks the rest itself."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(
             f"messages must be a list with at least one message, got {messages!r:.80}",

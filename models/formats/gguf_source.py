@@ -102,7 +102,7 @@ def _check_types(file: GgufFile) -> None:
 
 
 def _hf_name(gguf_name: str) -> str:
-    """The Hugging Face name; unknown names stay, to be reported as unused."""
+    """Translate to the Hugging Face name; unknown names stay, and are reported as unused."""
     base, _, kind = gguf_name.rpartition(".")
     if base in _MODEL_NAMES:
         return f"{_MODEL_NAMES[base]}.{kind}"
