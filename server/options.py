@@ -54,25 +54,32 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not self.host:
-            raise ConfigError("host must not be empty; 0.0.0.0 or :: is all addresses")
+            raise ConfigError(
+                "host must not be empty; 0.0.0.0 or :: is all addresses", option="host"
+            )
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     "allowed_origins takes *, null or a scheme and a host in lower case, such as "
                     "https://chat.example.com, without a path or a slash at the end; "
-                    f"got {origin!r}"
+                    f"got {origin!r}",
+                    option="allowed_origins",
                 )
         if self.root_path and not re.fullmatch(r"(/[^/\s]+)+", self.root_path):
             raise ConfigError(
                 f"root_path must begin and not end with a slash, such as /llm, got "
-                f"{self.root_path!r}"
+                f"{self.root_path!r}",
+                option="root_path",
             )
         for name in ("keep_alive_timeout", "max_body_bytes_in_flight", "max_queued_requests"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{name} must be at least 1, got {getattr(self, name)}", option=name
+                )
         if not (self.body_timeout > 0 and math.isfinite(self.body_timeout)):
             raise ConfigError(
-                f"body_timeout must be a number of seconds above 0, got {self.body_timeout}"
+                f"body_timeout must be a number of seconds above 0, got {self.body_timeout}",
+                option="body_timeout",
             )
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}", option="port")

