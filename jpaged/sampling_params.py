@@ -36,7 +36,8 @@ class SamplingParams:
     top_p: keep the smallest set of tokens, most likely first, whose probability reaches top_p.
     seed: makes the answer reproducible; None or -1 draws one when the request is admitted.
     max_tokens: most tokens to generate; None generates until the context is full.
-    stop: strings that end the answer; it is cut before the earliest of them.
+    stop: strings that end the answer; it is cut before the earliest of them. They may contain
+        special tokens, whether the text shows these or not.
     stop_token_ids: tokens that end the answer, besides the model's end-of-sequence tokens.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
     include_stop_str_in_output: keep the stop string (or the text of the stop token) in the text.

@@ -7,10 +7,13 @@ text that no later token can change is let through.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from os.path import commonprefix
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
+
+from jpaged.text.stop_strings import Mark, StopStrings
 
 REPLACEMENT = "\ufffd"
 # Tokens in front of the new ones that are decoded with them.
@@ -18,21 +21,21 @@ CONTEXT_TOKENS = 8
 # The window is cut back to its context at this length. One that cannot be cut, as it ends in a
 # long run of bytes without a character, is decoded less and less often: constant work a token.
 MAX_WINDOW_TOKENS = 24
+# Most tokens of a prompt that are decoded at all: by far more than texts have bytes in a row.
+MAX_PROMPT_CONTEXT_TOKENS = 256
+MAX_CHARACTER_BYTES = 4
 # Byte tokens come early in every vocabulary that has them.
 NUM_TOKENS_SEARCHED_FOR_BYTES = 4096
 
 
 @runtime_checkable
 class TokenDecoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer that is needed here. special_tokens: their texts, by id."""
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-
-class StopMatch(NamedTuple):
-    stop_string: str
-    start: int
-    end: int
 
 
 class Detokenizer:
@@ -41,7 +44,10 @@ class Detokenizer:
     visible_text: what a client may see. Only ever grows at its end. Held back are incomplete
         characters and text that could be the beginning of a stop string; after `finish()`
         nothing is, and decode(prompt + answer) == decode(prompt) + visible_text, unless it was
-        cut by a stop string or the prompt ends within a character that the answer completes.
+        cut by a stop string, the prompt ends within a character that the answer completes, or it
+        ends with more than MAX_PROMPT_CONTEXT_TOKENS bytes in a row.
+
+    A stop string may contain special tokens, also where skip_special_tokens leaves them out.
     """
 
     def __init__(
@@ -56,13 +62,16 @@ class Detokenizer:
         self.visible_text = ""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stop_strings = tuple(stop_strings)
+        # Special tokens that are left out: they change no text, and are not decoded.
+        self._skipped_tokens = tokenizer.special_tokens if skip_special_tokens else {}
+        self._stops = StopStrings(stop_strings, self._skipped_tokens)
         self._includes_stop = include_stop_str_in_output
         self._byte_token_id = find_byte_token(tokenizer)
-        self._window = self._context(prompt_token_ids)
+        self._window = self._prompt_context(prompt_token_ids)
         # Text of the window that belongs to the prompt or was let through already.
         self._seen = self._decode(self._window)
         self._held = ""  # certain text that could be the beginning of a stop string
+        self._marks: list[Mark] = []  # hidden special tokens, by their place after `_held` begins
         self._next_decode_length = 0
         self._is_finished = False
 
@@ -74,13 +83,20 @@ class Detokenizer:
         assert not self._is_finished, "a token came after the end of the answer"
         if is_stop_token and not self._includes_stop:
             return None
-        self._window.append(token_id)
-        if len(self._window) < self._next_decode_length:
+        hidden_text = self._stops.hidden_tokens.get(token_id)
+        if token_id not in self._skipped_tokens:
+            self._window.append(token_id)
+        elif hidden_text is None:
+            return None
+        if len(self._window) < self._next_decode_length and hidden_text is None:
             return None
         self._held += self._take_certain_text()
         # The answer may stop here, so search the text as it would be if it ended with this token.
-        uncertain = self._unseen(self._decode(self._window)) if self._stop_strings else ""
-        stop_string = self._cut_at_stop_string(self._held + uncertain.rstrip(REPLACEMENT))
+        uncertain = self._unseen(self._decode(self._window)) if self._stops else ""
+        text = self._held + uncertain.rstrip(REPLACEMENT)
+        if hidden_text is not None:
+            self._marks.append(Mark(len(self._held) + len(uncertain), hidden_text))
+        stop_string = self._cut_at_stop_string(text)
         if stop_string is None:
             self._release()
             self._shorten_window()
@@ -90,6 +106,7 @@ class Detokenizer:
         """An independent copy, for a sequence that goes on in another way."""
         copied = copy.copy(self)
         copied._window = list(self._window)
+        copied._marks = list(self._marks)
         return copied
 
     def finish(self) -> None:
@@ -110,15 +127,18 @@ class Detokenizer:
 
     def _cut_at_stop_string(self, text: str) -> str | None:
         """End the answer if `text`, all that is not visible yet, has a stop string."""
-        match = find_stop_string(text, self._stop_strings)
+        match = self._stops.find(text, self._marks)
         if match is None:
             return None
-        self.visible_text += text[: match.end if self._includes_stop else match.start]
+        self.visible_text += text[: match.start]
+        if self._includes_stop:
+            self.visible_text += match.stop_string
         self._is_finished = True
         return match.stop_string
 
     def _release(self) -> None:
-        num_released = len(self._held) - longest_stop_prefix(self._held, self._stop_strings)
+        num_held, self._marks = self._stops.num_held(self._held, self._marks)
+        num_released = len(self._held) - num_held
         self.visible_text += self._held[:num_released]
         self._held = self._held[num_released:]
 
@@ -144,6 +164,21 @@ class Detokenizer:
                 return tail
             num_tokens *= 2
         return list(token_ids)
+
+    def _prompt_context(self, token_ids: Sequence[int]) -> list[int]:
+        """The same for a prompt, of which no text is shown, so that a long one costs no more.
+
+        In a run of byte tokens that is longer, the tail begins with a whole character if it can,
+        or byte fallback would take the run for invalid.
+        """
+        with_text = (each for each in reversed(token_ids) if each not in self._skipped_tokens)
+        end = list(islice(with_text, MAX_PROMPT_CONTEXT_TOKENS))
+        context = self._context(end[::-1])
+        if len(context) < MAX_PROMPT_CONTEXT_TOKENS:
+            return context
+        tails = (context[start:] for start in range(MAX_CHARACTER_BYTES))
+        aligned = (tail for tail in tails if not self._decode(tail).startswith(REPLACEMENT))
+        return next(aligned, context)
 
     def _certain_text(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens that stays the same whatever token comes next.
@@ -180,29 +215,3 @@ def find_byte_token(tokenizer: TokenDecoder) -> int | None:
         if text == REPLACEMENT:
             return token_id
     return None
-
-
-def find_stop_string(text: str, stop_strings: Iterable[str]) -> StopMatch | None:
-    """The match that begins earliest; of those that begin there, the shortest.
-
-    The shortest is also the one that would have matched first, had the text come in smaller
-    pieces.
-    """
-    matches = [
-        StopMatch(stop_string, start, start + len(stop_string))
-        for stop_string in stop_strings
-        if (start := text.find(stop_string)) >= 0
-    ]
-    return min(matches, key=lambda match: (match.start, match.end), default=None)
-
-
-def longest_stop_prefix(text: str, stop_strings: Iterable[str]) -> int:
-    """Length of the longest end of `text` with which a stop string begins."""
-    longest = 0
-    for stop_string in stop_strings:
-        start = text.find(stop_string[0], max(0, len(text) - len(stop_string) + 1))
-        while start >= 0 and not stop_string.startswith(text[start:]):
-            start = text.find(stop_string[0], start + 1)
-        if start >= 0:
-            longest = max(longest, len(text) - start)
-    return longest

@@ -1,29 +1,31 @@
 """Text of an answer as it grows: characters, spaces, added tokens."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from jpaged.text.detokenizer import REPLACEMENT, Detokenizer, find_byte_token
 from tests.doubles import (
     EOS,
     TAG,
+    Decoder,
     byte_level_tokenizer,
     byte_tokenizer,
     sentencepiece_tokenizer,
 )
 
 TOKENIZERS = {
-    "bytes": byte_tokenizer(),
-    "byte-level": byte_level_tokenizer(),
-    "sentencepiece": sentencepiece_tokenizer(),
+    "bytes": Decoder(byte_tokenizer()),
+    "byte-level": Decoder(byte_level_tokenizer()),
+    "sentencepiece": Decoder(sentencepiece_tokenizer()),
 }
 MIXED_TEXT = "fire 🔥 é 漢字 a    b\n\n  c 👨‍👩‍👧"
 
 
 @pytest.fixture(params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+def tokenizer(request: pytest.FixtureRequest) -> Decoder:
     return TOKENIZERS[request.param]
 
 
@@ -45,17 +47,18 @@ def assert_only_grows(texts: list[str]) -> None:
 class CountingTokenizer:
     """Counts the tokens that are decoded."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Decoder) -> None:
         self.tokenizer = tokenizer
+        self.special_tokens = tokenizer.special_tokens
         self.num_decoded = 0
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         self.num_decoded += len(token_ids)
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize("prompt", ["", "say: ", "日本"])
-def test_text_equals_decoding_everything_at_once(tokenizer: Tokenizer, prompt: str) -> None:
+def test_text_equals_decoding_everything_at_once(tokenizer: Decoder, prompt: str) -> None:
     """O-30: spaces, newlines, emoji and CJK; no U+FFFD that is not in the final text."""
     prompt_ids = tokenizer.encode(prompt).ids
     answer_ids = tokenizer.encode(MIXED_TEXT).ids
@@ -89,7 +92,7 @@ def test_text_is_visible_at_once_when_no_character_is_open() -> None:
     assert texts[:-1] == [tokenizer.decode(token_ids[: n + 1]) for n in range(len(token_ids))]
 
 
-def test_incomplete_character_is_held_back_until_the_end(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_is_held_back_until_the_end(tokenizer: Decoder) -> None:
     """O-30: an answer that ends within a character ends with U+FFFD, as decode() has it."""
     alphabet = byte_ids(tokenizer)
     texts = visible_texts(Detokenizer(tokenizer, []), [alphabet[0x41], alphabet[0xF0]])
@@ -106,7 +109,7 @@ def test_byte_fallback_text_that_a_later_byte_spoils_is_not_shown_early() -> Non
     assert texts == ["", "", "", REPLACEMENT * 3]
 
 
-def test_character_begun_by_the_prompt_is_completed(tokenizer: Tokenizer) -> None:
+def test_character_begun_by_the_prompt_is_completed(tokenizer: Decoder) -> None:
     """O-30: what the prompt shows as U+FFFD is a character once the answer's bytes are there."""
     alphabet = byte_ids(tokenizer)
     prompt_ids = [alphabet[0x41], alphabet[0xF0], alphabet[0x9F]]
@@ -117,7 +120,7 @@ def test_character_begun_by_the_prompt_is_completed(tokenizer: Tokenizer) -> Non
     assert REPLACEMENT not in texts[-1]
 
 
-def test_invalid_bytes_begun_by_the_prompt_are_not_repeated(tokenizer: Tokenizer) -> None:
+def test_invalid_bytes_begun_by_the_prompt_are_not_repeated(tokenizer: Decoder) -> None:
     """O-30: a long run of bytes, whose beginning belongs to the prompt, is closed at last."""
     alphabet = byte_ids(tokenizer)
     prompt_ids = [alphabet[byte] for byte in b"a" + b"\x80" * 20]
@@ -128,7 +131,7 @@ def test_invalid_bytes_begun_by_the_prompt_are_not_repeated(tokenizer: Tokenizer
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @pytest.mark.parametrize("text", ["a<tag>b</tag>1</s>2", "<tag>a", "a</tag>", "</s>a</s>"])
-def test_added_tokens(tokenizer: Tokenizer, text: str, skip_special_tokens: bool) -> None:
+def test_added_tokens(tokenizer: Decoder, text: str, skip_special_tokens: bool) -> None:
     """O-31: no spaces around added tokens; only special ones are skipped, and only on demand."""
     prompt_ids = tokenizer.encode("hello").ids
     answer_ids = tokenizer.encode(text).ids
@@ -142,7 +145,7 @@ def test_added_tokens(tokenizer: Tokenizer, text: str, skip_special_tokens: bool
 
 
 @pytest.mark.parametrize("open_tokens", ["special", "bytes"])
-def test_work_per_token_does_not_grow(tokenizer: Tokenizer, open_tokens: str) -> None:
+def test_work_per_token_does_not_grow(tokenizer: Decoder, open_tokens: str) -> None:
     """Ordinary text, then a run that shows nothing: the number of tokens decoded is linear."""
     run = tokenizer.token_to_id(EOS) if open_tokens == "special" else byte_ids(tokenizer)[0x80]
     words = tokenizer.encode("the hello world " * 200).ids
@@ -157,9 +160,30 @@ def test_work_per_token_does_not_grow(tokenizer: Tokenizer, open_tokens: str) ->
     assert detokenizer.visible_text.endswith(tokenizer.decode(words))
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("content", ["é", "🔥", "\x80"])
+def test_long_prompts_of_byte_tokens_cost_no_more(name: str, content: str) -> None:
+    """O-57: however long; and the answer goes on where the prompt ends."""
+    tokenizer = TOKENIZERS[name]
+    alphabet = byte_ids(tokenizer)
+    encoded = b"\x80" if content == "\x80" else content.encode()
+    counting = CountingTokenizer(tokenizer)
+    find_byte_token(counting)
+    for num_more in range(3):
+        prompt_ids = [alphabet[byte] for byte in (b"a" * num_more + encoded * 20_000)]
+        counting.num_decoded = 0
+        detokenizer = Detokenizer(counting, prompt_ids)
+        assert counting.num_decoded < 4000
+        answer_ids = [*(alphabet[byte] for byte in encoded), tokenizer.token_to_id(TAG)]
+        texts = visible_texts(detokenizer, answer_ids)
+        assert texts[-1] == encoded.decode(errors="replace") + TAG
+
+
 def test_tokenizer_without_byte_tokens() -> None:
     class Letters:
-        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        special_tokens: dict[int, str] = {}
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
             return "".join("abc"[token_id] for token_id in token_ids)
 
     letters = Letters()
@@ -167,7 +191,7 @@ def test_tokenizer_without_byte_tokens() -> None:
     assert visible_texts(Detokenizer(letters, [0]), [1, 2]) == ["b", "bc", "bc"]
 
 
-def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:
+def byte_ids(tokenizer: Decoder) -> dict[int, int]:
     """Byte -> token that stands for it."""
     vocabulary = tokenizer.get_vocab()
     if "<0x00>" in vocabulary:
@@ -180,7 +204,7 @@ def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:
     return {byte: vocabulary[letter] for byte, letter in letters.items()}
 
 
-def token_lists(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+def token_lists(tokenizer: Decoder) -> st.SearchStrategy[list[int]]:
     """Any tokens; and sequences that are rich in characters of several tokens."""
     alphabet = byte_ids(tokenizer)
     some_bytes = [alphabet[byte] for byte in "A\n🔥é".encode()]

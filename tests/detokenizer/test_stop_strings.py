@@ -4,9 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.text.detokenizer import Detokenizer, find_stop_string, longest_stop_prefix
+from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.stop_strings import find_stop_string, longest_stop_prefix
 from tests.doubles import (
+    BOS,
     EOS,
+    Decoder,
     byte_level_tokenizer,
     byte_tokenizer,
     sentencepiece_tokenizer,
@@ -14,9 +17,10 @@ from tests.doubles import (
 
 pytestmark = pytest.mark.smoke
 
-BYTES = byte_tokenizer()
-WORDS = byte_level_tokenizer()
-TOKENIZERS = {"bytes": BYTES, "byte-level": WORDS, "sentencepiece": sentencepiece_tokenizer()}
+BYTES = Decoder(byte_tokenizer())
+WORDS = Decoder(byte_level_tokenizer())
+SENTENCEPIECE = Decoder(sentencepiece_tokenizer())
+TOKENIZERS = {"bytes": BYTES, "byte-level": WORDS, "sentencepiece": SENTENCEPIECE}
 
 
 def feed(detokenizer: Detokenizer, token_ids: list[int]) -> tuple[list[str], str | None]:
@@ -185,3 +189,104 @@ def test_any_tokens_and_stop_strings(name: str, data: st.DataObject, include: bo
 def _token_ids(name: str) -> list[int]:
     """Tokens of few letters, so that matches and near misses are frequent."""
     return sorted(set(TOKENIZERS[name].encode("ab a b\n é abab\n\n🔥").ids))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "before"),
+    [
+        (EOS, "a"),
+        (f"a{EOS}b", ""),
+        (f"{EOS}b", "a"),
+        (f"{EOS}b{BOS}", "a"),
+        (f"b{BOS}{EOS}a", f"a{EOS}"),
+    ],
+)
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_special_tokens_in_stop_strings(
+    name: str, stop: str, before: str, include: bool, skip_special_tokens: bool
+) -> None:
+    """O-73: they match where the text leaves them out too, also across text and tokens."""
+    tokenizer = TOKENIZERS[name]
+    pieces = ["a", EOS, "b", BOS, EOS, "a", "b"]
+    detokenizer = Detokenizer(
+        tokenizer,
+        tokenizer.encode("ab").ids,
+        skip_special_tokens=skip_special_tokens,
+        stop_strings=["xyz", stop],
+        include_stop_str_in_output=include,
+    )
+    texts, stop_string = feed(detokenizer, [tokenizer.token_to_id(piece) for piece in pieces])
+    assert stop_string == stop
+    if skip_special_tokens:
+        before = before.replace(EOS, "")
+    assert texts[-1] == before + (stop if include else "")
+    assert all(texts[-1].startswith(text) for text in texts)
+
+
+def test_parts_of_hidden_tokens_stop_nothing() -> None:
+    """O-73: what is only a piece of a token that nobody sees."""
+    detokenizer = Detokenizer(BYTES, [], stop_strings=["<", "s>", "/"])
+    texts, stop_string = feed(detokenizer, BYTES.encode(f"a{EOS}b{BOS}c").ids)
+    assert (texts[-1], stop_string) == ("abc", None)
+
+
+def test_hidden_token_after_an_open_character() -> None:
+    """O-73: and after many tokens without text, when not each of them is decoded."""
+    first_byte, *_ = BYTES.encode("🔥").ids
+    eos, bos = (BYTES.token_to_id(name) for name in (EOS, BOS))
+    for run in ([first_byte], [first_byte] * 9, [bos] * 500):
+        detokenizer = Detokenizer(BYTES, [], stop_strings=[f"{EOS}!"])
+        letters = [BYTES.token_to_id(letter) for letter in "x!"]
+        texts, stop_string = feed(detokenizer, [letters[0], *run, eos, letters[1], letters[0]])
+        assert stop_string == f"{EOS}!"
+        assert texts[-1].rstrip("\ufffd") == "x"
+
+
+HIDDEN = [EOS, f"a{EOS}", f"{EOS}b", f"{EOS}{EOS}", f"ab{EOS}a", f"{BOS}{EOS}", f"b{BOS}a"]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data(), include=st.booleans())
+def test_any_special_tokens_in_stop_strings(name: str, data: st.DataObject, include: bool) -> None:
+    """O-73: as if str.find searched the text with those special tokens in it."""
+    tokenizer = TOKENIZERS[name]
+    pieces = data.draw(st.lists(st.sampled_from(["a", "b", EOS, BOS]), max_size=12))
+    stops = data.draw(st.lists(st.sampled_from([*HIDDEN, "ab", "bb"]), min_size=1, max_size=3))
+    detokenizer = Detokenizer(
+        tokenizer,
+        tokenizer.encode("ab").ids,
+        stop_strings=stops,
+        include_stop_str_in_output=include,
+    )
+    texts, stop_string = feed(detokenizer, [tokenizer.token_to_id(piece) for piece in pieces])
+    taken, expected_text, expected_stop = expected_stop_of(pieces, stops, include=include)
+    assert (texts[-1], stop_string) == (expected_text, expected_stop)
+    assert len(texts) - 1 == taken
+    assert all(texts[-1].startswith(text) for text in texts)
+
+
+def expected_stop_of(
+    pieces: list[str], stops: list[str], *, include: bool
+) -> tuple[int, str, str | None]:
+    """Tokens taken, text, and stop string."""
+    hidden = {name for name in (BOS, EOS) if any(name in stop for stop in stops)}
+    for count in range(1, len(pieces) + 1):
+        kept = [piece for piece in pieces[:count] if len(piece) == 1 or piece in hidden]
+        # The text with hidden tokens, and where in the text without them each character is.
+        whole = "".join(kept)
+        is_shown = [len(piece) == 1 for piece in kept for _ in piece]
+        shown_at = [index for index, shown in enumerate(is_shown) if shown]
+        text = "".join(whole[index] for index in shown_at)
+        found = []
+        for stop in stops:
+            if (start := text.find(stop)) >= 0:
+                found.append((shown_at[start], len(stop), stop))
+            if any(name in stop for name in hidden) and (start := whole.find(stop)) >= 0:
+                found.append((start, len(stop), stop))
+        if found:
+            start, _, stop = min(found)
+            before = text[: sum(is_shown[:start])]
+            return count, before + (stop if include else ""), stop
+    return len(pieces), "".join(piece for piece in pieces if len(piece) == 1), None

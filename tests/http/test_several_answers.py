@@ -136,3 +136,31 @@ def test_the_openai_package_reads_many_choices(openai_client: OpenAI) -> None:
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == ["[x]"] + [f"[x]{number}" for number in range(1, 128)]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("stop", ["</s>", "</s>[a"])
+@pytest.mark.parametrize("tokens_per_snapshot", [1, 4])
+def test_special_tokens_in_stop_strings(
+    server: RunningServer,
+    stop: str,
+    include: bool,
+    skip_special_tokens: bool,
+    tokens_per_snapshot: int,
+) -> None:
+    """O-73: they end each answer, whether the text shows special tokens or not."""
+    server.engine.tokens_per_snapshot = tokens_per_snapshot
+    body = {
+        **{"prompt": "ab", "n": 2, "ignore_eos": True, "stop": [stop], "max_tokens": 40},
+        "skip_special_tokens": skip_special_tokens,
+        "include_stop_str_in_output": include,
+    }
+    chunks = stream(server, COMPLETIONS, body)[:-1]
+    choices = server.post(COMPLETIONS, body).json()["choices"]
+    for choice, text in zip(choices, ("[ab]", "[ab]1"), strict=True):
+        expected = text + (stop if include else "")
+        assert choice["text"] == text_of(chunks, choice["index"]) == expected
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        last = choices_of(chunks, choice["index"])[-1]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
