@@ -4,6 +4,7 @@ the command line needs this to print its help."""
 import math
 import re
 from dataclasses import dataclass
+from typing import NoReturn
 
 from jpaged.config import option
 from jpaged.errors import ConfigError
@@ -13,6 +14,7 @@ MAX_PORT = 65535
 
 # As browsers write it: no path, not even a slash.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
+_ROOT_PATH = re.compile(r"(/[^/\s]+)+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,12 @@ class ServerOptions:
         "site whose web pages may use the server, such as https://chat.example.com; * allows all; "
         "repeat it for several (default: none, only programs may)",
     )
+    ssl_certfile: str | None = option(
+        None, "file with the certificate, and those above it; serves HTTPS instead of HTTP"
+    )
+    ssl_keyfile: str | None = option(
+        None, "file with the certificate's key (default: it is in the file of the certificate)"
+    )
     root_path: str = option("", "path under which a reverse proxy serves this server, such as /llm")
     keep_alive_timeout: int = option(
         120,
@@ -54,37 +62,35 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not self.host:
-            raise ConfigError(
-                "host must not be empty; 0.0.0.0 or :: is all addresses", option="host"
-            )
+            _refuse("host", "must not be empty: 0.0.0.0 or :: is all addresses")
+        if not 0 <= self.port <= MAX_PORT:
+            _refuse("port", f"must be from 0 to {MAX_PORT}, got {self.port}")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    "allowed_origins takes *, null or a scheme and a host in lower case, such as "
+                _refuse(
+                    "allowed_origins",
+                    "takes *, null or a scheme and a host in lower case, such as "
                     "https://chat.example.com, without a path or a slash at the end; "
                     f"got {origin!r}",
-                    option="allowed_origins",
                 )
-        if self.root_path and not re.fullmatch(r"(/[^/\s]+)+", self.root_path):
-            raise ConfigError(
-                f"root_path must begin and not end with a slash, such as /llm, got "
-                f"{self.root_path!r}",
-                option="root_path",
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            _refuse("ssl_keyfile", f"{self.ssl_keyfile} needs ssl_certfile, too")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            _refuse(
+                "root_path",
+                f"must begin and not end with a slash, such as /llm, got {self.root_path!r}",
             )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
         for name in ("keep_alive_timeout", "max_body_bytes_in_flight", "max_queued_requests"):
             if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must be at least 1, got {getattr(self, name)}", option=name
-                )
+                _refuse(name, f"must be at least 1, got {getattr(self, name)}")
         if not (self.body_timeout > 0 and math.isfinite(self.body_timeout)):
-            raise ConfigError(
-                f"body_timeout must be a number of seconds above 0, got {self.body_timeout}",
-                option="body_timeout",
-            )
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(f"port must be from 0 to {MAX_PORT}, got {self.port}", option="port")
+            _refuse("body_timeout", f"must be a number of seconds above 0, got {self.body_timeout}")
         if not (self.shutdown_timeout >= 0 and math.isfinite(self.shutdown_timeout)):
-            raise ConfigError(
-                f"shutdown_timeout must be a number of seconds, got {self.shutdown_timeout}",
-                option="shutdown_timeout",
-            )
+            _refuse("shutdown_timeout", f"must be a number of seconds, got {self.shutdown_timeout}")
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ConfigError(f"{name} {why}", option=name)

@@ -48,7 +48,9 @@ async def _serve(
     try:
         if await _finishes(engine.start(), before=server.stop_requested):
             server.has_promises = True
-            print(greeting(engine, base_url(listeners, options.host)), flush=True)
+            scheme = "http" if options.ssl_certfile is None else "https"
+            url = base_url(listeners, options.host, scheme=scheme)
+            print(greeting(engine, url, needs_key=bool(api_keys)), flush=True)
             await server.stop_requested.wait()
             app.state.is_draining = True
             await _finishes(engine.drain(options.shutdown_timeout), before=server.stop_urged)
@@ -73,7 +75,7 @@ async def _finishes(work: Coroutine[Any, Any, None], *, before: asyncio.Event) -
     return False
 
 
-def greeting(engine: AsyncEngine, url: str) -> str:
+def greeting(engine: AsyncEngine, url: str, *, needs_key: bool = False) -> str:
     """What is served where, and a command to try it with."""
     body: dict[str, Any] = {"model": engine.model_name}
     if engine.tokenizer is None:
@@ -82,9 +84,10 @@ def greeting(engine: AsyncEngine, url: str) -> str:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
     else:
         path, body["prompt"] = "completions", "Once upon a time"
+    key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
     return (
         f"\njpaged serves {engine.model_name} at {url}/v1 (Ctrl-C stops it). Try:\n\n"
-        f"curl {url}/v1/{path} -H 'Content-Type: application/json' "
+        f"curl {url}/v1/{path} -H 'Content-Type: application/json' {key}"
         f"-d {shlex.quote(json.dumps(body))}\n"
     )
 

@@ -3,6 +3,7 @@
 import uvicorn
 from fastapi import FastAPI
 
+from jpaged.errors import ConfigError
 from jpaged.server.listening import BACKLOG
 from jpaged.server.options import ServerOptions
 
@@ -13,7 +14,8 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 def uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
-    return uvicorn.Config(
+    """Loaded, so that a certificate that cannot be used is found out: `ConfigError`."""
+    config = uvicorn.Config(
         app,
         # Never other ones that happen to be installed: these are tested.
         http="h11",
@@ -27,4 +29,15 @@ def uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_keep_alive=options.keep_alive_timeout,
         timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
+    try:
+        config.load()
+    except OSError as error:  # SSLError is one
+        key = options.ssl_keyfile or options.ssl_certfile
+        raise ConfigError(
+            f"ssl_certfile {options.ssl_certfile} with the key of {key} cannot be used: "
+            f"{error.strerror or error}"
+        ) from None
+    return config

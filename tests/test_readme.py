@@ -72,3 +72,22 @@ def test_all_cases_named_in_tests_are_explained() -> None:
     }
     explained = re.findall(r"^\| (O-\d+) \|", (ROOT / "tests/README.md").read_text("utf-8"), re.M)
     assert explained == sorted(named)
+
+
+def test_options_of_the_server_guide_exist() -> None:
+    """Its commands can be parsed, and every option of the server that it names is one."""
+    from dataclasses import fields
+
+    from jpaged.cli.main import make_parser
+    from jpaged.cli.options import flag
+    from jpaged.config import EngineConfig
+    from jpaged.server.options import ServerOptions
+
+    guide = (ROOT / "docs/serving.md").read_text("utf-8")
+    named = set(re.findall(r"--[a-z][a-z-]+", guide)) - {"--help"}
+    server = {flag(item.name) for item in fields(ServerOptions)}
+    assert server <= named <= server | {flag(item.name) for item in fields(EngineConfig)}
+    commands = re.findall(r"^jpaged (serve .*)$", guide, re.MULTILINE)
+    assert commands
+    for command in commands:
+        make_parser().parse_args(command.split())

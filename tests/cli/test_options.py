@@ -48,6 +48,8 @@ SERVER_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("api_key", ["--api-key", "a", "--api-key", "b"], (Secret("a"), Secret("b"))),
     ("api_key_file", ["--api-key-file", "keys"], "keys"),
     ("allowed_origins", ["--allowed-origins", "https://a.example"], ("https://a.example",)),
+    ("ssl_certfile", ["--ssl-certfile", "a.pem"], "a.pem"),
+    ("ssl_keyfile", ["--ssl-certfile", "a.pem", "--ssl-keyfile", "a.key"], "a.key"),
     ("root_path", ["--root-path", "/llm"], "/llm"),
     ("keep_alive_timeout", ["--keep-alive-timeout", "7"], 7),
     ("body_timeout", ["--body-timeout", "0.5"], 0.5),
@@ -70,7 +72,9 @@ def test_every_option_takes_effect(config_class: type, table: list[tuple[str, An
         default = read_options(config_class, parse("serve"))
         config = read_options(config_class, parse("serve", *typed))
         assert getattr(config, name) == expected != getattr(default, name), name
-        others = [item.name for item in fields(config_class) if item.name != name]
+        # A key needs a certificate, too.
+        typed_names = {word.partition("=")[0].replace("--no-", "--") for word in typed}
+        others = [item.name for item in fields(config_class) if flag(item.name) not in typed_names]
         assert all(getattr(config, other) == getattr(default, other) for other in others)
 
 
@@ -133,6 +137,7 @@ BAD_OPTIONS = [
     *(("--port", value) for value in ("99999", "-1", "http", "80.5")),
     *(("--shutdown-timeout", value) for value in ("-1", "nan", "inf", "soon")),
     ("--host", ""),
+    ("--ssl-keyfile", "a.key"),
     *(("--allowed-origins", value) for value in ("", "a.example", "https://a.example/")),
     *(("--root-path", value) for value in ("llm", "/llm/", "/")),
     *(("--body-timeout", value) for value in ("0", "nan", "inf")),
