@@ -1,11 +1,16 @@
-"""A scheduled batch as the packed arrays of `batch.py`."""
+"""A scheduled batch as the packed arrays of `step_inputs.py`."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from jpaged.execution.step_inputs import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS, ForwardShape
+from jpaged.execution.step_inputs import (
+    NUM_SAMPLING_FLOATS,
+    NUM_SAMPLING_INTS,
+    ForwardShape,
+    sampling_columns,
+)
 from jpaged.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 NO_LOGPROBS = -1
@@ -55,25 +60,29 @@ def pack_sampling(
     """
     ints = np.zeros((NUM_SAMPLING_INTS, num_rows), np.int32)
     floats = np.zeros((NUM_SAMPLING_FLOATS, num_rows), np.float32)
-    ints[0] = padding_slot
-    ints[5] = NO_LOGPROBS
-    ints[6] = NO_TARGET
-    floats[1] = 1.0
+    columns = sampling_columns(ints, floats)
+    columns["slots"][:] = padding_slot
+    columns["num_logprobs"][:] = NO_LOGPROBS
+    columns["targets"][:] = NO_TARGET
+    columns["top_p"][:] = 1.0
     for index, (request, position) in enumerate(batch.sampled):
         params = request.params
-        low, high = request.seed & 0xFFFFFFFF, (request.seed >> 32) & 0xFFFFFFFF
-        # Halves of a seed are bit patterns: reinterpret those above 2**31.
-        seed = _signed(low), _signed(high)
         wanted = request.num_reported_logprobs
-        num_logprobs = NO_LOGPROBS if wanted is None else wanted
-        ints[:6, index] = (request.running_slot, position, *seed, params.top_k, num_logprobs)
-        floats[:, index] = (0.0 if params.is_greedy else params.temperature, params.top_p)
+        columns["slots"][index] = request.running_slot
+        columns["positions"][index] = position
+        # Halves of a seed are bit patterns: reinterpret those above 2**31.
+        columns["seeds_low"][index] = _signed(request.seed & 0xFFFFFFFF)
+        columns["seeds_high"][index] = _signed((request.seed >> 32) & 0xFFFFFFFF)
+        columns["top_k"][index] = params.top_k
+        columns["num_logprobs"][index] = NO_LOGPROBS if wanted is None else wanted
+        columns["temperature"][index] = 0.0 if params.is_greedy else params.temperature
+        columns["top_p"][index] = params.top_p
     index = len(batch.sampled)
     for row in batch.scored_rows:
         assert row.request.num_prompt_logprobs is not None
         for position in row.scored:
-            ints[5, index] = row.request.num_prompt_logprobs
-            ints[6, index] = row.request.token_ids[position]
+            columns["num_logprobs"][index] = row.request.num_prompt_logprobs
+            columns["targets"][index] = row.request.token_ids[position]
             index += 1
     return ints, floats
 

@@ -45,16 +45,26 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Arr
     tokens = sample_tokens(logits, inputs, base_key)
     num_rows, num_top = logits.shape[0], min(MAX_REPORTED_TOKENS, logits.shape[1])
 
+    no_logprobs = jnp.zeros((num_rows, num_top), jnp.float32)
+    no_ids = no_logprobs.astype(jnp.int32)
+
     def report() -> Samples:
         normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-        top_logits, top_ids = lax.top_k(logits, num_top)
+
+        def most_likely() -> tuple[Array, Array]:
+            top_logits, top_ids = lax.top_k(logits, num_top)
+            return top_ids, top_logits - normaliser
+
+        # A search through the vocabulary, which rows that report their own token do not need.
+        top_ids, top_logprobs = lax.cond(
+            jnp.any(inputs.num_logprobs > 0), most_likely, lambda: (no_ids, no_logprobs)
+        )
         reported = jnp.where(inputs.targets < 0, tokens, inputs.targets)
         chosen = jnp.take_along_axis(logits, reported[:, None], axis=1)
-        return Samples(tokens, (chosen - normaliser)[:, 0], top_ids, top_logits - normaliser)
+        return Samples(tokens, (chosen - normaliser)[:, 0], top_ids, top_logprobs)
 
     def report_nothing() -> Samples:
-        none = jnp.zeros((num_rows, num_top), jnp.float32)
-        return Samples(tokens, none[:, 0], none.astype(jnp.int32), none)
+        return Samples(tokens, no_logprobs[:, 0], no_ids, no_logprobs)
 
     return lax.cond(jnp.any(inputs.num_logprobs >= 0), report, report_nothing)
 

@@ -130,3 +130,11 @@ NUM_SAMPLING_FLOATS = len(fields(SamplingInput)) - NUM_SAMPLING_INTS
 
 def unpack_sampling(ints: Int[Array, "7 S"], floats: Float[Array, "2 S"]) -> SamplingInput:
     return SamplingInput(*ints, *floats)
+
+
+def sampling_columns(
+    ints: Int[np.ndarray, "7 S"], floats: Float[np.ndarray, "2 S"]
+) -> dict[str, np.ndarray]:
+    """Views of the packed arrays by the names of `SamplingInput`'s fields."""
+    names = [item.name for item in fields(SamplingInput)]
+    return dict(zip(names, [*ints, *floats], strict=True))

@@ -196,3 +196,17 @@ def test_logprobs_cost_nothing_when_nobody_asks():
     logits = jnp.array(np.random.default_rng(5).normal(size=(2, 30)), jnp.float32)
     samples = jax.jit(sample)(logits, inputs(2, temperature=0.0), KEY)
     assert not np.asarray(samples.logprobs).any() and not np.asarray(samples.top_ids).any()
+
+
+def test_rows_that_want_their_own_token_pay_for_no_search():
+    """The most likely tokens are looked for only when some row reports them."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 50)), jnp.float32)
+
+    def report(num_logprobs):
+        return jax.jit(sample)(logits, inputs(3, num_logprobs=num_logprobs), KEY)
+
+    own, all_of_them = report(np.array([0, -1, 0])), report(np.array([0, 2, 0]))
+    np.testing.assert_array_equal(own.logprobs, all_of_them.logprobs)
+    assert (np.asarray(own.logprobs) < 0).all()
+    assert not np.asarray(own.top_ids).any() and not np.asarray(own.top_logprobs).any()
+    assert np.asarray(all_of_them.top_ids)[1, 0] == np.asarray(logits)[1].argmax()
