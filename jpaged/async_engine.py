@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -29,15 +30,39 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Hands a request's newest snapshot from the engine's thread to a coroutine.
+    """Hands snapshots of a request from the engine's thread to a coroutine, when it wants one.
 
-    Snapshots are cumulative, so a slow reader skips some but loses nothing.
+    Snapshots are cumulative, so a slow reader skips some but loses nothing. Meanwhile it costs the
+    engine's thread nothing.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, group: RequestGroup, loop: asyncio.AbstractEventLoop, *, skip_middle: bool
+    ) -> None:
+        self._group = group
         self._loop = loop
+        self._skip_middle = skip_middle
         self._changed = asyncio.Event()
         self._latest: RequestOutput | EngineDeadError | None = None
+        # Read and written by the engine's thread only.
+        self._is_wanted = False
+        self._has_news = False
+
+    def want(self) -> None:
+        """Deliver a snapshot as soon as there is news. Called by the engine's thread."""
+        self._is_wanted = True
+        self._deliver()
+
+    def progress(self) -> None:
+        """Note that the request has news. Called by the engine's thread."""
+        self._has_news = True
+        self._deliver()
+
+    def _deliver(self) -> None:
+        is_due = self._latest is None or self._group.is_finished or not self._skip_middle
+        if self._is_wanted and self._has_news and is_due:
+            self._is_wanted = self._has_news = False
+            self.put(self._group.output())
 
     def put(self, item: RequestOutput | EngineDeadError) -> None:
         """Called by the engine's thread."""
@@ -117,10 +142,6 @@ class AsyncEngine:
             add_generation_prompt=add_generation_prompt,
         )
 
-    async def check(self, prompt: Prompt, params: Params) -> int:
-        """Number of tokens of the prompt. Raises `RequestError` if `generate` would refuse this."""
-        return (await self._make_request("", prompt, params)).num_prompt_tokens
-
     async def generate(
         self, prompt: Prompt, params: Params, *, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput]:
@@ -130,17 +151,56 @@ class AsyncEngine:
         that is refused and `EngineDeadError` when the engine stops. `request_id` only labels the
         output: two requests may have the same.
         """
+        request = await self.prepare(prompt, params, request_id=request_id)
+        async with contextlib.aclosing(self.run(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: Params,
+        *,
+        request_id: str | None = None,
+        arrival_time: float | None = None,
+    ) -> RequestGroup:
+        """Tokenize and check a request, which `run` then answers.
+
+        arrival_time: when the client asked, on the clock of `time.monotonic()`; now by default.
+        Raises `RequestError` for a request that is refused.
+        """
+        self.check_health()
+        if self._is_draining:
+            raise EngineDeadError("the server is shutting down and takes no new requests")
         if request_id is None:
             request_id = f"request-{next(self._request_numbers)}"
-        group = await self._make_request(request_id, prompt, params)
+        make_request = partial(
+            self.engine.make_request,
+            request_id,
+            prompt,
+            params,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, make_request)
+
+    async def run(
+        self, group: RequestGroup, *, skip_middle: bool = False
+    ) -> AsyncGenerator[RequestOutput]:
+        """Snapshots of the growing answer to a prepared request; the last one has `finished`.
+
+        skip_middle: the first and the last one only. Otherwise as `generate`.
+        """
         # Known to the engine's thread before its health is checked: if it stops after the check,
         # it ends the stream.
-        stream = self._streams[group] = _Stream(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        stream = self._streams[group] = _Stream(group, loop, skip_middle=skip_middle)
         is_finished = False
         try:
             self.check_health()
             self._actions.put(lambda engine: engine.add_request(group))
             while not is_finished:
+                self._actions.put(lambda engine: stream.want())
                 output = await stream.get()
                 is_finished = output.finished
                 yield output
@@ -167,16 +227,6 @@ class AsyncEngine:
 
     def _is_busy(self) -> bool:
         return bool(self._streams) or not self._actions.empty()
-
-    async def _make_request(self, request_id: str, prompt: Prompt, params: Params) -> RequestGroup:
-        self.check_health()
-        if self._is_draining:
-            raise EngineDeadError("the server is shutting down and takes no new requests")
-        make_request = self.engine.make_request
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._tokenizing, make_request, request_id, prompt, params
-        )
 
     # What follows runs in the engine's thread.
 
@@ -206,7 +256,7 @@ class AsyncEngine:
         # The reader may have gone while the step was on its way.
         stream = self._streams.get(group)
         if stream is not None:
-            stream.put(group.output())
+            stream.progress()
 
     def _stop(self, error: BaseException) -> None:
         """From now on everybody who reads, or comes to read, gets the error."""

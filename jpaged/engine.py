@@ -76,12 +76,15 @@ class Engine:
         self._groups: dict[Request, RequestGroup] = {}
         self._launched: LaunchedStep | None = None
 
-    def make_request(self, request_id: str, prompt: Prompt, params: Params) -> RequestGroup:
+    def make_request(
+        self, request_id: str, prompt: Prompt, params: Params, *, arrival_time: float | None = None
+    ) -> RequestGroup:
         """Tokenize and check a request without queueing it. Thread-safe.
 
+        arrival_time: when the client asked, on the clock of `time.monotonic()`; now by default.
         Raises `RequestError` that names the field at fault.
         """
-        group = self.inputs.request(request_id, prompt, params)
+        group = self.inputs.request(request_id, prompt, params, arrival_time=arrival_time)
         self.scheduler.check_fits(group.num_prompt_tokens)
         if group.policy.waits_for_siblings and len(group.requests) > self.max_num_seqs:
             raise RequestError(

@@ -51,8 +51,13 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
 
-    def request(self, request_id: str, prompt: Prompt, params: Params) -> RequestGroup:
-        """Raises `RequestError` that names the field at fault."""
+    def request(
+        self, request_id: str, prompt: Prompt, params: Params, *, arrival_time: float | None = None
+    ) -> RequestGroup:
+        """Make a request. Raises `RequestError` that names the field at fault.
+
+        arrival_time: when the client asked, on the clock of `time.monotonic()`; now by default.
+        """
         text, token_ids = self._tokenize(prompt)
         cache_keys = _cache_keys(prompt)
         is_beam = isinstance(params, BeamSearchParams)
@@ -61,6 +66,7 @@ class InputProcessor:
         stop_token_ids = self._stop_token_ids(each)
         max_tokens = self._max_tokens(len(token_ids), each.max_tokens)
         seed = secrets.randbits(63) if each.seed is None else each.seed
+        detokenizer = self._detokenizer(token_ids, each)
         requests = [
             Request(
                 request_id,
@@ -69,10 +75,11 @@ class InputProcessor:
                 max_tokens=max_tokens,
                 seed=seed_of_answer(seed, index),
                 stop_token_ids=stop_token_ids,
-                detokenizer=self._detokenizer(token_ids, each),
+                detokenizer=None if detokenizer is None else detokenizer.fork(),
                 cache_keys=cache_keys,
                 index=index,
                 policy=policy,
+                arrival_time=arrival_time,
             )
             for index in range(params.num_sequences)
         ]

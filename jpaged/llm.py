@@ -1,13 +1,14 @@
 """Offline batches: prompts in, finished answers out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
-from jpaged.inputs import Prompt, chat_prompt
+from jpaged.inputs import Params, Prompt, chat_prompt
+from jpaged.interrupts import held_interrupts
 from jpaged.outputs import RequestOutput
 from jpaged.progress import progress_bar
 from jpaged.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ class LLM:
         self._request_ids = count()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` use without params: those that the model's makers recommend.
+        """Parameters of `generate` and `chat` unless others are given: the model's recommendation.
 
         See the option `generation_config`.
         """
@@ -43,37 +44,33 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts.
 
-        A prompt is a text or {"prompt_token_ids": [...]}; `params` is one for all or one a prompt.
+        A prompt is a text or {"prompt_token_ids": [...]}. sampling_params: one for all prompts, or
+        one for each; by default `get_default_sampling_params()`.
         Raises `RequestError` before anything is computed if one of them is refused.
         """
-        if isinstance(prompts, str | dict):
-            prompts = [prompts]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or self.get_default_sampling_params()] * len(prompts)
-        if len(params) != len(prompts):
+        prompts = _listed(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
             raise RequestError(
-                f"params must be one for all prompts or one for each: got {len(params)} "
-                f"for {len(prompts)} prompts",
-                param="params",
+                "sampling_params must be one for all prompts or one for each: got "
+                f"{len(sampling_params)} for {len(prompts)} prompts",
+                param="sampling_params",
             )
-        pairs = zip(prompts, params, strict=True)
-        groups = [
-            self.engine.make_request(str(next(self._request_ids)), prompt, each)
-            for prompt, each in pairs
-        ]
-        self._run(groups, use_tqdm=use_tqdm)
-        return [group.output() for group in groups]
+        return self._answer(list(zip(prompts, sampling_params, strict=True)), use_tqdm=use_tqdm)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -84,7 +81,7 @@ class LLM:
             chat_prompt(self.tokenizer, list(each), max_model_len=self.max_model_len)
             for each in conversations
         ]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
         self,
@@ -94,29 +91,42 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """The best answers to each prompt, best first, as `BeamSearchParams` says."""
-        if isinstance(prompts, str | dict):
-            prompts = [prompts]
+        return self._answer([(prompt, params) for prompt in _listed(prompts)], use_tqdm=use_tqdm)
+
+    def _answer(
+        self, works: Sequence[tuple[Prompt, Params]], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
         groups = [
             self.engine.make_request(str(next(self._request_ids)), prompt, params)
-            for prompt in prompts
+            for prompt, params in works
         ]
-        self._run(groups, use_tqdm=use_tqdm)
+        with held_interrupts() as handle_interrupt:
+            try:
+                self._run(groups, handle_interrupt, use_tqdm=use_tqdm)
+            except BaseException:
+                # Leave nothing behind that a later call would run.
+                for group in groups:
+                    self.engine.abort(group)
+                raise
         return [group.output() for group in groups]
 
-    def _run(self, groups: Sequence[RequestGroup], *, use_tqdm: bool) -> None:
+    def _run(
+        self,
+        groups: Sequence[RequestGroup],
+        handle_interrupt: Callable[[], None],
+        *,
+        use_tqdm: bool,
+    ) -> None:
         for group in groups:
             self.engine.add_request(group)
-        try:
-            with progress_bar(
-                len(groups), "generating", unit=" requests", shown=use_tqdm
-            ) as advance:
-                while self.engine.has_unfinished:
-                    advance(sum(group.is_finished for group in self.engine.step()))
-        except BaseException:
-            # Interrupted: leave nothing behind that a later call would run.
-            for group in groups:
-                self.engine.abort(group)
-            raise
+        with progress_bar(len(groups), "generating", unit=" requests", shown=use_tqdm) as advance:
+            while self.engine.has_unfinished:
+                advance(sum(group.is_finished for group in self.engine.step()))
+                handle_interrupt()
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    return [prompts] if isinstance(prompts, str | dict) else prompts
 
 
 def engine_config(model: str | None, options: dict[str, Any]) -> EngineConfig:

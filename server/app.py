@@ -127,6 +127,7 @@ async def model(request: Request, name: str) -> Response:
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
+    request.state.arrival_time = time.monotonic()
     engine = _serving_engine(request)
     request.app.state.queue.check_room()
     body = await read_request(request, CompletionRequest)
@@ -150,6 +151,7 @@ async def completions(request: Request) -> Response:
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
+    request.state.arrival_time = time.monotonic()
     engine = _serving_engine(request)
     request.app.state.queue.check_room()
     body = await read_request(request, ChatCompletionRequest)
@@ -183,10 +185,18 @@ async def _answer(
     engine = _serving_engine(request)
     queue: RequestQueue = request.app.state.queue
     with queue.waiting(len(prompts)):
-        num_prompt_tokens = [await engine.check(prompt, params) for prompt in prompts]
-    check_num_logprobs(body, num_prompt_tokens, params)
-    outputs = generate(engine, prompts, params, answer_format.id)
-    outputs = queue.until_first(outputs, len(prompts))
+        requests = [
+            await engine.prepare(
+                prompt,
+                params,
+                request_id=f"{answer_format.id}-{index}",
+                arrival_time=request.state.arrival_time,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+    check_num_logprobs(body, [each.num_prompt_tokens for each in requests], params)
+    outputs = generate(engine, requests, skip_middle=not body.stream)
+    outputs = queue.until_first(outputs, len(requests))
     if body.stream:
         return EventStream(events(outputs, answer_format))
     finals = await unless_disconnected(request.receive, collect(outputs))

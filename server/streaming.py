@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.errors import JpagedError
-from jpaged.inputs import Params, Prompt
 from jpaged.outputs import FinishReason, RequestOutput
+from jpaged.scheduling.request_group import RequestGroup
 from jpaged.server.answers import AnswerFormat, usage_of
 from jpaged.server.deltas import Delta, deltas
 from jpaged.server.errors import GenerationError, UnavailableError, error_body
@@ -38,16 +38,13 @@ IndexedOutput = tuple[int, RequestOutput]
 
 
 async def generate(
-    engine: AsyncEngine, prompts: Sequence[Prompt], params: Params, request_id: str
+    engine: AsyncEngine, requests: Sequence[RequestGroup], *, skip_middle: bool
 ) -> AsyncGenerator[IndexedOutput]:
-    """Snapshots of all prompts' answers as they come, with the index of the prompt.
+    """Snapshots of all requests' answers as they come, with the index of the request.
 
     Closing it aborts what still runs. Raises `JpagedError` when a request does not end well.
     """
-    iterators = [
-        engine.generate(prompt, params, request_id=f"{request_id}-{index}")
-        for index, prompt in enumerate(prompts)
-    ]
+    iterators = [engine.run(request, skip_middle=skip_middle) for request in requests]
     async with aclosing(merge(iterators)) as merged:
         async for index, output in merged:
             _check_finish(output)

@@ -79,6 +79,7 @@ class Request:
         cache_keys: Mapping[str, str] | None = None,
         index: int = 0,
         policy: GroupPolicy = SAMPLING,
+        arrival_time: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -114,7 +115,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.arrival_time = time.monotonic()
+        self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None

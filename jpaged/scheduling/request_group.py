@@ -20,6 +20,7 @@ class RequestGroup:
         self.params = params
         self.num_answers = params.n
         self.requests = requests
+        self.prompt_token_ids = tuple(requests[0].token_ids)
         for request in requests:
             request.siblings = requests
 
@@ -48,7 +49,7 @@ class RequestGroup:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=tuple(first.token_ids[: first.num_prompt_tokens]),
+            prompt_token_ids=self.prompt_token_ids,
             outputs=self._completions(),
             finished=self.is_finished,
             num_cached_tokens=first.num_cached_tokens,

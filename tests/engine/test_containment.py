@@ -30,8 +30,12 @@ def engine():
 @contextlib.asynccontextmanager
 async def started(engine, monkeypatch) -> AsyncIterator[AsyncEngine]:
     """The asyncio front door of an engine, without a model."""
-    loaded = LoadedEngine(engine, "scripted", None, 48)
-    monkeypatch.setattr("jpaged.async_engine.load_engine", lambda config: loaded)
+    loaded = LoadedEngine(engine, "scripted", None, 48, sampling_defaults={})
+
+    async def load(config: EngineConfig) -> LoadedEngine:
+        return loaded
+
+    monkeypatch.setattr("jpaged.async_engine.load_engine_in_thread", load)
     front = AsyncEngine(EngineConfig(model="scripted"))
     await front.start()
     try:

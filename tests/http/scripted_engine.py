@@ -66,8 +66,17 @@ class ScriptedEngine(AsyncEngine):
         if self.dead is not None:
             raise self.dead
 
-    async def check(self, prompt: Prompt, params: SamplingParams) -> int:
-        return self._inputs.request("", prompt, params).num_prompt_tokens
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        arrival_time: float | None = None,
+    ) -> RequestGroup:
+        self.last_params = params
+        request_id = request_id or f"request-{self.num_started}"
+        return self._inputs.request(request_id, prompt, params, arrival_time=arrival_time)
 
     def chat_prompt(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
@@ -91,20 +100,18 @@ class ScriptedEngine(AsyncEngine):
         if self.running:
             self.failure = EngineDeadError("the engine was shut down")
 
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+    async def run(
+        self, group: RequestGroup, *, skip_middle: bool = False
     ) -> AsyncGenerator[RequestOutput]:
-        request_id = request_id or f"request-{self.num_started}"
+        request_id = group.request_id
         assert request_id not in self.running
-        self.last_params = params
-        group = self._inputs.request(request_id, prompt, params)
         self.running[request_id] = group
         self.num_started += 1
         for request in group.requests:
             request.first_scheduled_time = time.monotonic()
         try:
             self._score(group.requests[0])
-            if params.max_tokens == 0:
+            if group.params.max_tokens == 0:
                 group.requests[0].finish(FinishReason.LENGTH)
                 yield group.output()
                 return
@@ -116,7 +123,8 @@ class ScriptedEngine(AsyncEngine):
                 for request, script in zip(group.requests, scripts, strict=True):
                     if not request.is_finished and request.index < step:
                         self._append(request, next(script))
-                if group.is_finished or step % self.tokens_per_snapshot == 0:
+                is_due = step == 1 if skip_middle else step % self.tokens_per_snapshot == 0
+                if group.is_finished or is_due:
                     yield group.output()
                 if group.is_finished:
                     return

@@ -235,3 +235,16 @@ def test_no_client_finds_other_line_ends(
             model=MODEL_NAME, prompt=text, echo=True, max_tokens=8, stream=True
         )
         assert "".join(chunk.choices[0].text for chunk in read) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_tokenized_once(server, monkeypatch, stream):
+    encoded = []
+    tokenizer = server.engine.tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
+    )
+    body = {"model": "scripted", "prompt": "only once", "max_tokens": 3, "stream": stream}
+    assert server.post("/v1/completions", body).status_code == 200
+    assert encoded.count("only once") == 1
