@@ -43,7 +43,7 @@ class AnswerFormat(Protocol):
 
     @property
     def shows_prompt(self) -> bool:
-        """Whether answers have something of each token of the prompt, however long that is."""
+        """Whether choices show the prompt or its log-probabilities, which may be megabytes."""
         ...
 
     def answer(self, outputs: Sequence[RequestOutput]) -> Completion | ChatCompletion: ...
@@ -242,12 +242,12 @@ class ChatFormat(_Format):
 
 
 def _whole_answers(outputs: Sequence[RequestOutput]) -> list[Delta]:
-    """Of finished requests, in the order of the choices."""
+    """One delta a choice, with all of its answer, in the order of the choices."""
     return [delta for output in outputs for _, delta in deltas(None, output)]
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Prompts count once, however many answers they have."""
+    """Token counts of a whole HTTP request. A prompt counts once, however many choices it has."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     return {

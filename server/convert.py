@@ -55,7 +55,7 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
 
 
 def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """The prompt, to share cached blocks only with prompts of the same salt."""
+    """Add the salt: the prompt shares cached blocks only with prompts of the same one."""
     if cache_salt is None:
         return prompt
     if isinstance(prompt, str):
@@ -93,7 +93,7 @@ def completion_params(
 
 
 def check_num_answers(prompts: Sequence[Prompt], params: Params) -> None:
-    """A small body must not ask for answers without limit."""
+    """Raise `RequestError` if prompts times sequences are too many for one request."""
     num_answers = len(prompts) * params.num_sequences
     if num_answers > MAX_ANSWERS:
         if isinstance(params, BeamSearchParams):

@@ -21,7 +21,8 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Echo:
-    """How prompts are shown. num_top: likeliest tokens at each place; None shows no tokens."""
+    """Shows prompts in front of answers. num_top: likeliest tokens to report at each token
+    of the prompt; None reports no log-probabilities."""
 
     tokenizer: Tokenizer | None
     skip_special_tokens: bool
@@ -39,7 +40,7 @@ class Echo:
         return self._made[prompt]
 
     def _text(self, prompt: GivenPrompt) -> str:
-        """As it was sent; of token ids, what they read."""
+        """The prompt's text as it was sent; for a prompt of token ids, their text."""
         if prompt.text is not None:
             return prompt.text
         if self.tokenizer is None:
@@ -70,7 +71,8 @@ def echo_of(request: CompletionRequest, tokenizer: Tokenizer | None) -> Echo | N
 
 
 def needed_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """What the engine is asked for, of which an echo and `prompt_logprobs` show their parts.
+    """Number of likeliest tokens to ask of the engine at each prompt token, None for none: the most
+    that the echo or `prompt_logprobs` shows.
 
     Raises `RequestError` for a request that would have no answer.
     """
@@ -90,5 +92,5 @@ def needed_prompt_logprobs(request: CompletionRequest) -> int | None:
 
 
 def _with_top(entry: TokenLogprobs | None, number: int) -> TokenLogprobs | None:
-    """The engine may have been asked for more, for `prompt_logprobs`."""
+    """Keep the `number` likeliest tokens: `prompt_logprobs` may have asked the engine for more."""
     return None if entry is None else replace(entry, top=entry.top[:number])

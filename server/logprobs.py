@@ -90,9 +90,10 @@ def chat_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer | None, token: TextToken) -> dict[str, float] | None:
-    """The most likely tokens and the one that is there, best first.
+    """Log-probabilities by text: of the token itself and the most likely ones, best first.
 
-    Of tokens with the same text, the one that is there stands for all, or else the most likely.
+    Several tokens may have the same text. The token itself then stands for all of them, or else
+    the most likely one does.
     """
     if token.logprobs is None:
         return None

@@ -21,7 +21,7 @@ def refuse_prompt_logprobs_in_streams(request: SamplingRequest) -> None:
 def prompt_logprobs(
     prompt: GivenPrompt, tokenizer: Tokenizer | None, num_top: int
 ) -> PromptLogprobs:
-    """num_top: likeliest tokens at each place."""
+    """Log-probabilities at each prompt token. num_top: number of likeliest tokens to show."""
     assert prompt.logprobs is not None
     return [
         None if entry is None else _by_id(tokenizer, token_id, entry, num_top)

@@ -1,4 +1,4 @@
-"""From the engine's async iterators to bytes of server-sent events, and away when a client is.
+"""Turns the engine's async iterators into server-sent events, and aborts them when a client leaves.
 
 Nothing here uses anyio's cancel scopes: they cancel a clean-up again at each of its awaits,
 and the clean-up here is what aborts the engine's requests.
@@ -187,7 +187,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 def _check_finish(output: RequestOutput) -> None:
-    """An answer that was cut must not look like a whole one."""
+    """Raise for an answer that was cut short, so that it does not look like a whole one."""
     reasons = {answer.finish_reason for answer in output.outputs}
     if FinishReason.ERROR in reasons:
         raise GenerationError("the engine could not finish this answer")

@@ -30,7 +30,7 @@ NUM_TOKENS_SEARCHED_FOR_BYTES = 4096
 
 @runtime_checkable
 class TokenDecoder(Protocol):
-    """The part of a tokenizer that is needed here. special_tokens: their texts, by id."""
+    """The part of a tokenizer that detokenizing needs. special_tokens: their texts, by id."""
 
     @property
     def special_tokens(self) -> Mapping[int, str]: ...
@@ -166,10 +166,10 @@ class Detokenizer:
         return list(token_ids)
 
     def _prompt_context(self, token_ids: Sequence[int]) -> list[int]:
-        """The same for a prompt, of which no text is shown, so that a long one costs no more.
+        """A short tail of the prompt for `_context`, bounded, so that long prompts cost no more.
 
-        In a run of byte tokens that is longer, the tail begins with a whole character if it can,
-        or byte fallback would take the run for invalid.
+        Where the prompt ends with a longer run of byte tokens, the tail begins with a whole
+        character if it can, as byte fallback would take the run for invalid otherwise.
         """
         with_text = (each for each in reversed(token_ids) if each not in self._skipped_tokens)
         end = list(islice(with_text, MAX_PROMPT_CONTEXT_TOKENS))

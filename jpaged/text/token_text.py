@@ -23,7 +23,7 @@ def token_text(tokenizer: Tokenizer | None, token_id: int, *, begins_text: bool 
 
 
 class TextOffsets:
-    """Goes along the tokens of an answer and tells where in its text each begins.
+    """Tells where in the text of an answer each of its tokens begins, token by token.
 
     Counted as if no stop string cut the text. Tokens that make one character together begin
     where it does. start: where the answer begins.
@@ -56,7 +56,7 @@ class TextOffsets:
         return offset
 
     def _end(self, token_ids: tuple[int, ...], text: str) -> int:
-        """Where the tokens end that begin after `_length` and read `text` within a text."""
+        """End of the tokens that begin at `_length` and read `text` in the middle of a text."""
         return self._length + len(text)
 
     def _is_skipped(self, tokenizer: Tokenizer, token_id: int) -> bool:
@@ -64,7 +64,7 @@ class TextOffsets:
 
 
 class PromptOffsets(TextOffsets):
-    """The same for the tokens of a prompt, whose text is known.
+    """Tells where in the known text of a prompt each of its tokens begins.
 
     Tokenizers add what the text does not have, such as a token at the beginning or a space in
     front of the first word. Some also write characters in another way.
@@ -104,7 +104,8 @@ class PromptOffsets(TextOffsets):
 # A token is asked for once a place among the most likely ones: the same few thousand all the time.
 @lru_cache(maxsize=CACHED_TEXTS)
 def _inner_text(tokenizer: Tokenizer, token_ids: tuple[int, ...]) -> str:
-    """Decoders may drop a space in front of the first word, so a letter is put before it."""
+    """Text of the tokens in the middle of a text: decoders may drop the space in front of a first
+    word, so a letter is decoded before them."""
     letter, letter_text = _letter(tokenizer)
     text = _decode(tokenizer, (*letter, *token_ids))
     if text.startswith(letter_text):
