@@ -13,6 +13,7 @@ from openai import OpenAI
 from jpaged.errors import ConfigError
 from jpaged.server.api_keys import ApiKeys, Secret, read_api_keys
 from jpaged.server.options import ServerOptions
+from jpaged.server.run import greeting
 from tests.http.conftest import RunningServer, running_server
 from tests.http.scripted_engine import MODEL_NAME, ScriptedEngine
 
@@ -236,3 +237,8 @@ def test_head_is_get_without_a_body(server: RunningServer, state: str) -> None:
 def test_idle_connections_are_kept_longer_than_clients_keep_them(server: RunningServer) -> None:
     """O-71: nginx keeps them 60 s, Go 90 s; a server that closes first breaks a request."""
     assert server.uvicorn.config.timeout_keep_alive == ServerOptions().keep_alive_timeout > 90
+
+
+def test_the_command_to_try_says_where_a_key_goes(server: RunningServer) -> None:
+    assert "Authorization" not in greeting(server.engine, server.url)
+    assert "-H 'Authorization: Bearer KEY'" in greeting(server.engine, server.url, needs_key=True)
