@@ -103,6 +103,7 @@ def test_kernels_of_real_models(card, name, tmp_path):
     program.check_pool_stays_in_place(pool_shape, num_pools=1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("num_rows,is_split", [(1, True), (64, True), (256, False)])
 def test_many_rows_are_not_split(card, num_rows, is_split, tmp_path):

@@ -101,6 +101,7 @@ def test_a_step_on_each_chip(chip):
     assert kernels_of(compiled) == {"paged_decode", "paged_prefill"}
 
 
+@pytest.mark.smoke
 def test_attention_alone():
     """As the benchmark of kernels runs it."""
     compiled = compile_attention("v6e", MODEL_SHAPES["llama-3-8b"], writes=False)
