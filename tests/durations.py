@@ -3,12 +3,16 @@
 python -m tests.durations .cache/reports/*.xml
 """
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from xml.etree import ElementTree
 
 from tests.cpu_seconds import PROPERTY
+
+README = Path(__file__).parent / "README.md"
 
 
 def seconds_by_test(paths: Iterable[str]) -> dict[str, float]:
@@ -23,23 +27,35 @@ def seconds_by_test(paths: Iterable[str]) -> dict[str, float]:
     return seconds
 
 
-def table(seconds: dict[str, float]) -> list[str]:
-    """Lines of a Markdown table, the slowest folder first."""
+def budgets(readme: str) -> dict[str, int]:
+    """CPU seconds that a run of `make test` may spend in each folder, from the table there."""
+    rows = re.findall(r"^\| `(\S+)` \|.*\| (\d+) \|$", readme, re.MULTILINE)
+    return {folder: int(budget) for folder, budget in rows}
+
+
+def table(seconds: dict[str, float], limits: dict[str, int]) -> list[str]:
+    """Lines of a Markdown table, the slowest folder first; folders above their budget say so."""
     folders: dict[str, list[float]] = defaultdict(list)
     for name, each in seconds.items():
         parts = name.split("::")[0].split(".")
-        folders[f"{parts[1]}/" if len(parts) > 2 else "(top)"].append(each)
+        folders[f"{parts[1]}/" if len(parts) > 2 else "*.py"].append(each)
     rows = sorted(folders.items(), key=lambda item: -sum(item[1]))
-    lines = ["| Folder | Tests | CPU seconds | Slowest |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| `{name}` | {len(each)} | {sum(each):.0f} | {max(each):.1f} |" for name, each in rows
+    lines = [
+        "| Folder | Tests | CPU seconds | Slowest | Budget |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    return [*lines, f"| all | {len(seconds)} | {sum(seconds.values()):.0f} | |"]
+    for name, each in rows:
+        limit = limits.get(name, 0)
+        over = " EXCEEDED" if sum(each) > limit else ""
+        figures = f"{len(each)} | {sum(each):.0f} | {max(each):.1f} | {limit}{over}"
+        lines.append(f"| `{name}` | {figures} |")
+    total = sum(seconds.values())
+    return [*lines, f"| all | {len(seconds)} | {total:.0f} | | {sum(limits.values())} |"]
 
 
 def main(paths: list[str]) -> None:
     seconds = seconds_by_test(paths)
-    print("\n".join(table(seconds)))
+    print("\n".join(table(seconds, budgets(README.read_text("utf-8")))))
     print("\nSlowest:")
     for name, each in sorted(seconds.items(), key=lambda item: -item[1])[:25]:
         print(f"{each:7.1f} {name}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import slices
+from tests import durations, slices
 
 ROOT = Path(__file__).parent.parent
 CONFTEST = """
@@ -93,3 +93,22 @@ def test_slices_have_every_long_test_once(tmp_path: Path, count: int) -> None:
 def test_wrong_slices_are_refused(text: str) -> None:
     with pytest.raises(pytest.UsageError, match=r"--slice must be K/N with K from 1 to N"):
         slices.parse(text)
+
+
+def test_every_folder_has_a_budget() -> None:
+    """Together they are what two cores do in the time that `make test` may take."""
+    folders = {f"{path.parent.name}/" for path in ROOT.glob("tests/*/test_*.py")}
+    budgets = durations.budgets(durations.README.read_text("utf-8"))
+    assert set(budgets) == folders | {"*.py"}
+    assert sum(budgets.values()) <= 1400
+
+
+def test_durations_are_shown_by_folder(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    run(tmp_path, "-k", "slow", f"--junitxml={report}")
+    seconds = durations.seconds_by_test([str(report)])
+    assert len(seconds) == 2 and all(0.2 < each < 3 for each in seconds.values())
+    named = {f"tests.engine.test_made::{name}": each for name, each in seconds.items()}
+    shown = "\n".join(durations.table(named, {"engine/": 1}))
+    assert "| `engine/` | 2 | " in shown and "| all | 2 | " in shown
+    assert ("EXCEEDED" in shown) == (sum(seconds.values()) > 1)
