@@ -15,7 +15,7 @@ _HELP = {
     "top_p": "keep the most likely tokens that reach this probability (default: the model's, "
     "else 1.0)",
     "top_k": "keep this many tokens; 0 keeps all (default: the model's, else 0)",
-    "seed": "makes the answer reproducible (default: drawn)",
+    "seed": "makes the answer reproducible; -1 draws one (default: drawn)",
 }
 # The engine has a seed, too, which is another thing: `--seed` is the sample's.
 _SEED = "sampling_seed"

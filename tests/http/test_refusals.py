@@ -383,9 +383,9 @@ def test_huge_bodies_are_refused_quickly(
     """O-57: nothing proportional to the size but reading it."""
     content = json.dumps(body).encode()
     with server.client() as client:
-        started = time.monotonic()
+        started = time.process_time()  # of the processor, however busy the machine is
         response = client.post(path, content=content, headers=JSON)
-        seconds = time.monotonic() - started
+        seconds = time.process_time() - started
     assert_refused(response, 400, param)
     assert len(response.content) < 2000
     assert seconds < 2, f"{seconds:.1f} s for {len(content)} bytes"
