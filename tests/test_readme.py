@@ -91,3 +91,14 @@ def test_options_of_the_server_guide_exist() -> None:
     assert commands
     for command in commands:
         make_parser().parse_args(command.split())
+
+
+def test_the_table_of_routes_is_complete() -> None:
+    from jpaged.server.app import router
+
+    rows = re.findall(
+        r"^\| `(/.*?)` \| (.*?) \|", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE
+    )
+    shown = {path: set(methods.split(", ")) for path, methods in rows}
+    served = {route.path.replace(":path", ""): route.methods for route in router.routes}
+    assert shown == served
