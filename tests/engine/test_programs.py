@@ -10,6 +10,7 @@ from flax import nnx
 from jax.stages import Lowered
 
 from jpaged.execution.programs import lower_copy, lower_forward, lower_sample, lower_swap_in
+from jpaged.execution.step_inputs import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
 from jpaged.models.llama import Llama
 from jpaged.startup.memory_plan import measured_program_bytes
 from pallas_kernels.paged_attention import NO_WINDOW
@@ -82,10 +83,12 @@ def test_bucket_growth_decides_how_many_programs_there_are(spec, growth, rows, t
 
 
 def test_compiled_programs_refuse_other_shapes(llm, spec):
-    program = llm.engine._runner._programs.sample[4]
-    hidden = np.zeros((spec.num_slots, spec.model.config.hidden_size), np.float32)
-    last_token = np.zeros(spec.num_slots, np.int32)
-    ints, floats = np.zeros((7, 3), np.int32), np.zeros((2, 3), np.float32)
+    num_rows = spec.num_slots
+    program = llm.engine._runner._programs.sample[num_rows]
+    hidden = np.zeros((num_rows, spec.model.config.hidden_size), np.float32)
+    last_token = np.zeros(num_rows, np.int32)
+    ints = np.zeros((NUM_SAMPLING_INTS, num_rows - 1), np.int32)
+    floats = np.zeros((NUM_SAMPLING_FLOATS, num_rows - 1), np.float32)
     with pytest.raises(TypeError):
         program(spec.model.params, hidden, last_token, ints, floats)
 
