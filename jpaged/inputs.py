@@ -31,6 +31,8 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+MAX_SALT_LENGTH = 256
+
 Prompt = str | TextPrompt | TokensPrompt
 Params = SamplingParams | BeamSearchParams
 
@@ -191,9 +193,11 @@ def _cache_keys(prompt: Prompt) -> dict[str, str]:
     if isinstance(prompt, str) or "cache_salt" not in prompt:
         return {}
     salt = prompt["cache_salt"]
-    if not isinstance(salt, str) or not salt:
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_LENGTH:
         raise RequestError(
-            f"cache_salt must be a text that is not empty, got {salt!r:.80}", param="cache_salt"
+            f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters, got {salt!r:.80}; a "
+            "digest of a longer one does as well",
+            param="cache_salt",
         )
     return {"cache_salt": salt}
 

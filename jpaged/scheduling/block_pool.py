@@ -22,6 +22,8 @@ class BlockPool:
         self._reference_counts = [0] * (num_blocks + 1)
         self._digests: list[bytes | None] = [None] * (num_blocks + 1)
         self._blocks: dict[bytes, int] = {}
+        # How often a block has become free: what waits for room need not look before it grows.
+        self.num_freed = 0
 
     @property
     def num_free(self) -> int:
@@ -59,6 +61,7 @@ class BlockPool:
                 raise AssertionError(f"block {block} is released but nobody holds it")
             self._reference_counts[block] -= 1
             if self._reference_counts[block] == 0:
+                self.num_freed += 1
                 self._free[block] = None
                 if self._digests[block] is None:
                     self._free.move_to_end(block, last=False)

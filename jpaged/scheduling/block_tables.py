@@ -73,15 +73,18 @@ class BlockTables:
             self.block_pool.touch(match.partial_block)
 
     def restore(
-        self, request: Request, positions: Sequence[int], targets: list[int | None]
+        self,
+        request: Request,
+        positions: Sequence[int],
+        targets: list[int | None],
+        known: Sequence[int],
     ) -> None:
         """Give a swapped request blocks for what it had computed, and for its tokens so far.
 
         positions: its table, as positions in what was swapped out together. targets: the block
         that each position's content is to go to, filled in here; requests share it as before.
-        What is still in the pool is taken from there.
+        known: blocks of the pool that have its beginning already, which it shares.
         """
-        known = self.match(request).blocks[: request.num_computed_tokens // self.block_size]
         self.block_pool.retain(known)
         request.block_ids = list(known)
         for position in positions[len(known) :]:
@@ -195,6 +198,9 @@ class BlockTables:
                 assert count == num_holders, (
                     f"{row.request.request_id} writes to block {block}, which has {count} holders"
                 )
+
+    def is_held(self, block: int) -> bool:
+        return self.block_pool.reference_count(block) > 0
 
     def _is_shared(self, block: int) -> bool:
         return self.block_pool.reference_count(block) > 1

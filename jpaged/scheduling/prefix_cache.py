@@ -218,7 +218,10 @@ class PrefixCache:
 
 
 def root_digest_of(request: Request) -> bytes:
-    return root_digest(request.cache_keys)
+    """The parent of the request's first block, computed once."""
+    if request.root_digest is None:
+        request.root_digest = root_digest(request.cache_keys)
+    return request.root_digest
 
 
 def root_digest(cache_keys: Mapping[str, str]) -> bytes:

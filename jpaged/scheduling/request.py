@@ -59,6 +59,7 @@ class Request:
     num_cached_tokens: prompt tokens in whole blocks that the prefix cache had when the request
         first ran.
     cache_keys: what K/V depend on besides the tokens before, by tag; see `prefix_cache`.
+    root_digest: the digest of `cache_keys`, once it was needed.
     block_digests: names of the request's full blocks, as far as they were needed.
     num_registered_blocks: blocks whose content was made known to the prefix cache.
     block_ids: block table; slot t of the request is in block_ids[t // block_size].
@@ -107,6 +108,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.cache_keys = cache_keys or {}
+        self.root_digest: bytes | None = None
         self.block_digests: list[bytes] = []
         self.num_registered_blocks = 0
         self.block_ids: list[int] = []

@@ -10,7 +10,6 @@ the device has seen yet (`Request.num_in_flight_tokens`).
 """
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jpaged.errors import RequestError
@@ -20,7 +19,10 @@ from jpaged.scheduling.block_tables import BlockTables
 from jpaged.scheduling.prefix_cache import PrefixMatch
 from jpaged.scheduling.request import Request, RequestStatus
 from jpaged.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
+from jpaged.scheduling.shortage import Shortage
+from jpaged.scheduling.sibling_blocks import is_sharing_soon, shared_blocks
 from jpaged.scheduling.swap import SwapIn, SwapSpace
+from jpaged.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -43,9 +45,10 @@ class Scheduler:
         self.swap_space = SwapSpace.none() if swap_space is None else swap_space
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self._free_slots = list(reversed(range(max_num_seqs)))
+        self._shortage: Shortage | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` if the whole pool could not hold its prompt."""
@@ -93,7 +96,7 @@ class Scheduler:
         Steps that may still write its blocks have been launched, and the device runs steps in
         order: whoever gets the blocks next writes them later.
         """
-        if request in self.running:
+        if request.slot is not None:
             self.running.remove(request)
             self._release(request)
         else:
@@ -105,7 +108,9 @@ class Scheduler:
 
         It computes the last known token again, as its own next token is drawn from those logits.
         """
-        is_decoding = parent.status is RequestStatus.RUNNING and not parent.is_prefilling
+        is_running = parent.status is RequestStatus.RUNNING
+        # A parent that is computed again after a preemption writes blocks that it must not share.
+        is_decoding = is_running and parent.num_computed_tokens >= len(parent.token_ids) - 1
         if is_decoding and self._free_slots:
             self._run(child)
             self.tables.share(child, parent)
@@ -127,7 +132,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Requests whose blocks are in host memory."""
-        return sum(request.swapped is not None for request in self.waiting)
+        return self.swap_space.num_requests
 
     @property
     def has_requests(self) -> bool:
@@ -161,35 +166,57 @@ class Scheduler:
         newcomer from being preempted right after its prompt was computed.
         """
         while self.waiting and self._free_slots and batch.num_tokens < self.max_num_batched_tokens:
-            request = self.waiting[0]
+            request = self.waiting.first
             if request.swapped is not None:
                 break
             if not request.policy.generates and not request.num_tokens_to_compute:
                 self._end_without_work(request, batch)
                 continue
-            if any(sibling.is_prefilling for sibling in request.siblings):
-                break  # soon there is a prompt to share
-            if len(self._free_slots) < self._num_slots_to_start(request):
+            if is_sharing_soon(request, self.tables.block_size):
                 break
-            match = self.tables.match(request)
+            # Siblings that cannot go on without this request need no room meanwhile.
+            is_awaited = request.policy.waits_for_siblings and self._is_alone(request)
+            headroom = 0 if is_awaited else len(self.running)
+            if self._is_known_to_lack_blocks(request, headroom):
+                break
+            match = self._match(request)
             needed = self.tables.num_new_blocks(request, match)
-            num_free = self.tables.num_free_besides(match)
-            headroom = len(self.running)
-            if request.policy.waits_for_siblings and self._is_alone(request):
-                headroom = 0  # the others wait for this one
-                if needed > num_free:
-                    self._end_without_room(request, batch)
-                    continue
-            if self.running and needed + headroom > num_free:
+            num_missing = needed + headroom - self.tables.num_free_besides(match)
+            if is_awaited and num_missing > 0:
+                self._end_without_room(request, batch)
+                continue
+            if self.running and num_missing > 0:
+                self._note_shortage(request, num_missing, headroom)
                 break
             self.waiting.popleft()
             self._start(request, match, batch)
             self._schedule_chunk(request, batch)
 
-    def _num_slots_to_start(self, request: Request) -> int:
-        """Answers to one prompt start together, as far as they can, to share its blocks."""
-        num_fresh = sum(sibling.is_fresh for sibling in request.siblings)
-        return min(num_fresh, self.max_num_seqs) if request.is_fresh else 1
+    def _match(self, request: Request) -> PrefixMatch:
+        """Find the beginning of the request in the prefix cache, or with siblings that run."""
+        match = self.tables.match(request)
+        if request.needs_scores:
+            return match  # siblings have no log-probabilities of the prompt
+        blocks = shared_blocks(request, self.tables.block_size)
+        num_tokens = len(blocks) * self.tables.block_size
+        return (
+            PrefixMatch(blocks, num_tokens=num_tokens) if num_tokens > match.num_tokens else match
+        )
+
+    def _is_known_to_lack_blocks(self, request: Request, headroom: int) -> bool:
+        shortage = self._shortage
+        return shortage is not None and shortage.persists(
+            request, self.block_pool, headroom=headroom
+        )
+
+    def _note_shortage(self, request: Request, num_missing: int, headroom: int) -> None:
+        self._shortage = Shortage(
+            request,
+            num_tokens=request.num_tokens,
+            num_missing=num_missing,
+            num_freed=self.block_pool.num_freed,
+            headroom=headroom,
+        )
 
     def _start(self, request: Request, match: PrefixMatch, batch: ScheduledBatch) -> None:
         """Run a request on blocks that hold its beginning already, and on new ones."""
@@ -212,8 +239,8 @@ class Scheduler:
         Everyone keeps room to grow, so nobody is preempted in the same step, before the blocks
         have come back.
         """
-        while self.waiting and (swapped := self.waiting[0].swapped) is not None:
-            siblings = [each for each in self.waiting if each.swapped is swapped]
+        while self.waiting and (swapped := self.waiting.first.swapped) is not None:
+            siblings = list(swapped.tables)  # in the order of the queue
             fitting = siblings[: self._num_fitting(siblings)]
             has_others = bool(self.running) and not self._is_awaited(siblings[0])
             if not fitting and not has_others:
@@ -224,8 +251,9 @@ class Scheduler:
             targets: list[int | None] = [None] * swapped.num_blocks
             for request in fitting:
                 self.waiting.remove(request)
+                known = self._known_blocks(request)
                 self._run(request)
-                self.tables.restore(request, swapped.tables[request], targets)
+                self.tables.restore(request, swapped.tables[request], targets, known)
                 self.swap_space.drop(request)
             batch.swap_ins.append(SwapIn(swapped, targets))
 
@@ -237,7 +265,8 @@ class Scheduler:
         for count, request in enumerate(siblings, 1):
             assert request.swapped is not None
             table = request.swapped.tables[request]
-            placed.update(table)
+            num_held = sum(map(self.tables.is_held, self._known_blocks(request)))
+            placed.update(table[num_held:])
             num_new += self.tables.num_blocks(request.num_tokens) - len(table)
             # One that comes alone has its next slot among its new blocks.
             headroom = num_others + (count if num_others or count > 1 else 0)
@@ -245,6 +274,10 @@ class Scheduler:
             if count > len(self._free_slots) or is_too_much:
                 return count - 1
         return len(siblings)
+
+    def _known_blocks(self, request: Request) -> list[int]:
+        """Blocks of the pool that have the beginning of what a swapped request had computed."""
+        return self._match(request).blocks[: request.num_computed_tokens // self.tables.block_size]
 
     def _is_awaited(self, request: Request) -> bool:
         """Whether all who run are beams that wait for this one."""
@@ -318,7 +351,7 @@ class Scheduler:
 
     def _is_alone(self, request: Request) -> bool:
         """Whether nobody runs but siblings of the request."""
-        return all(other in request.siblings for other in self.running)
+        return all(other.siblings is request.siblings for other in self.running)
 
     def _make_room(self, batch: ScheduledBatch) -> None:
         """Preempt the latest arrival: all its siblings at once, unless nobody else runs."""
@@ -354,7 +387,7 @@ class Scheduler:
             request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
-        self.waiting.appendleft(request)
+        self.waiting.append_first(request)
         batch.preempted.append(request)
 
     def _unschedule(self, request: Request, batch: ScheduledBatch) -> None:

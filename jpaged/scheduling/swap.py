@@ -6,7 +6,7 @@ both are measured.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -56,6 +56,7 @@ class SwapSpace:
     def __init__(self, num_blocks: int, *, mode: PreemptionMode, costs: PreemptionCosts) -> None:
         self.num_blocks = num_blocks
         self.num_used = 0
+        self.num_requests = 0
         self.costs = costs
         self._mode = mode
 
@@ -89,6 +90,7 @@ class SwapSpace:
         for request in tables:
             request.swapped = swapped
         self.num_used += len(blocks)
+        self.num_requests += len(tables)
         return SwapOut(swapped, blocks)
 
     def drop(self, request: Request) -> None:
@@ -96,11 +98,16 @@ class SwapSpace:
         swapped = request.swapped
         if swapped is not None:
             request.swapped = None
+            self.num_requests -= 1
             del swapped.tables[request]
             if not swapped.tables:
                 self.num_used -= swapped.num_blocks
 
-    def check_integrity(self, waiting: Sequence[Request]) -> None:
+    def check_integrity(self, waiting: Iterable[Request]) -> None:
+        """Raise if the counts are not those of the waiting requests."""
+        waiting = list(waiting)
+        num_requests = sum(each.swapped is not None for each in waiting)
+        assert num_requests == self.num_requests, f"{num_requests=} {self.num_requests=}"
         held = {id(each.swapped): each.swapped for each in waiting if each.swapped is not None}
         total = sum(swapped.num_blocks for swapped in held.values())
         assert total == self.num_used <= self.num_blocks, f"{total=} {self.num_used=}"

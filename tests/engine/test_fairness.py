@@ -1,0 +1,142 @@
+"""What one request may cost the others: slots, blocks, and the scheduler's time."""
+
+from collections import Counter
+
+import pytest
+
+from jpaged.beam_search_params import BeamSearchParams
+from jpaged.scheduling import prefix_cache
+from tests.engine.scripted_runner import ScriptedRunner
+from tests.engine.test_engine_machine import make_engine
+from tests.engine.test_scripted_engine import PROMPT, added, assert_answered, run, sampling
+
+
+def test_many_answers_do_not_block_the_line():
+    """A request for as many answers as there are slots, behind a long one."""
+    runner = ScriptedRunner(num_blocks=400, block_size=4, num_slots=8, max_num_tokens=32)
+    engine = make_engine(runner)
+    long = added(engine, [1, 2], sampling(45))
+    many = added(engine, PROMPT, sampling(3, n=8))
+    short = [added(engine, [3, index % 7], sampling(3)) for index in range(20)]
+    while not (many.is_finished and all(each.is_finished for each in short)):
+        engine.step()
+        assert not long.is_finished, "they waited for the long one"
+    run(engine)
+    assert_answered(many, PROMPT)
+    for index, each in enumerate(short):
+        assert_answered(each, [3, index % 7])
+
+
+def test_answers_that_start_late_share_the_prompt():
+    """Eight answers on six slots: the prompt's full blocks exist once."""
+    runner = ScriptedRunner(num_blocks=60, block_size=4, num_slots=6, max_num_tokens=32)
+    engine = make_engine(runner, cache=False)
+    group = added(engine, PROMPT, sampling(6, n=6))
+    other = added(engine, [4, 4], sampling(12))
+    while not other.is_finished:
+        engine.step()
+        tables = [each.block_ids for each in group.requests if each.block_ids]
+        assert len({tuple(table[:2]) for table in tables}) <= 1
+    run(engine)
+    assert_answered(group, PROMPT)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("num_blocks,length,width", [(18, 34, 3), (20, 25, 4), (14, 21, 2)])
+def test_preempted_beams_find_what_they_find_alone(num_blocks, length, width, cache, mode):
+    """O-93: a search that fits the pool alone is complete after a preemption, too."""
+    prompt = [(3 * index + index // 5) % 7 for index in range(length)]
+    params = BeamSearchParams(beam_width=width, max_tokens=12, ignore_eos=True)
+
+    def answer(*others):
+        runner = ScriptedRunner(
+            num_blocks=num_blocks,
+            block_size=4,
+            num_slots=8,
+            max_num_tokens=64,
+            num_swap=40 if mode == "swap" else 0,
+        )
+        engine = make_engine(runner, cache=cache, mode=mode)
+        earlier = [added(engine, each, sampling(24)) for each in others]
+        group = added(engine, prompt, params)
+        run(engine)
+        for each, own in zip(earlier, others, strict=True):
+            assert_answered(each, own)
+        preempted = sum(request.num_preemptions for request in group.requests)
+        return group.output().outputs, preempted
+
+    expected, _ = answer()
+    assert all(len(each.token_ids) == 12 for each in expected)
+    preempted = 0
+    for size in range(1, 24, 2):
+        outputs, count = answer([(5 * index) % 7 for index in range(size)])
+        assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
+        preempted += count
+    assert preempted > 0, "no pool was too small for both"
+
+
+def test_a_fork_of_a_request_that_is_computed_again():
+    """The parent writes its blocks anew, so the child waits for them."""
+    runner = ScriptedRunner(num_blocks=14, block_size=4, num_slots=4, max_num_tokens=8)
+    engine = make_engine(runner, cache=False, mode="recompute")
+    first = added(engine, PROMPT, sampling(30))
+    second = added(engine, [5, 5, 1], sampling(30))
+    forked = False
+    while engine.has_unfinished:
+        engine.step()
+        request = second.requests[0]
+        is_recomputed = request.num_preemptions and request.slot is not None
+        if is_recomputed and not forked and not request.is_finished:
+            engine.fork(second, 0, seed=3)
+            forked = True
+    assert forked
+    assert_answered(first, PROMPT)
+    tokens = [each.token_ids for each in second.output().outputs]
+    assert len(tokens) == 2 and tokens[0] == tokens[1]
+
+
+def test_a_blocked_request_is_not_looked_at_in_every_step(monkeypatch):
+    """Neither its blocks in the prefix cache nor its salt are hashed again while it waits."""
+    calls = Counter()
+    for name in ("root_digest", "block_digest"):
+        function = getattr(prefix_cache, name)
+        counted = lambda *given, name=name, function=function: (  # noqa: E731
+            calls.update([name]) or function(*given)
+        )
+        monkeypatch.setattr(prefix_cache, name, counted)
+    matches = Counter()
+    match = prefix_cache.PrefixCache.match
+    monkeypatch.setattr(
+        prefix_cache.PrefixCache,
+        "match",
+        lambda self, request: matches.update([request]) or match(self, request),
+    )
+    runner = ScriptedRunner(num_blocks=16, block_size=4, num_slots=4, max_num_tokens=64)
+    engine = make_engine(runner)
+    added(engine, PROMPT, sampling(36))
+    blocked = added(engine, [6] * 30, sampling(2), cache_salt="salt")
+    for _ in range(30):
+        engine.step()
+    [request] = blocked.requests
+    assert request.slot is None, "it should wait for blocks"
+    assert matches[request] == 1
+    run(engine)
+    assert calls["root_digest"] == 2  # once a request
+
+
+def test_waiting_requests_leave_in_any_order_at_once():
+    """Ending one that waits does not search the queue."""
+    runner = ScriptedRunner(num_blocks=60, block_size=4, num_slots=2, max_num_tokens=32)
+    engine = make_engine(runner)
+    groups = [added(engine, [1, index % 7], sampling(2)) for index in range(2000)]
+    compared = Counter()
+    kind = type(groups[0].requests[0])
+    kind.__eq__ = lambda self, other: compared.update(["=="]) or self is other
+    try:
+        for group in groups[::-2]:
+            engine.abort(group)
+    finally:
+        del kind.__eq__
+    assert compared["=="] < 10 * len(groups)
+    run(engine)
