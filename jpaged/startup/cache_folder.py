@@ -20,4 +20,4 @@ def _home() -> Path:
     try:
         return Path.home()
     except RuntimeError as error:
-        raise OSError("this user has no home; set XDG_CACHE_HOME to a folder") from error
+        raise OSError("this user has no home folder") from error

@@ -46,7 +46,7 @@ def demo_model_file() -> Path:
             if damage is not None:
                 _fetch(path, damage)
     except OSError as error:
-        raise _cannot_fetch(f"{error} (XDG_CACHE_HOME chooses another folder)") from error
+        raise _cannot_fetch(f"{error} (XDG_CACHE_HOME chooses another one)") from error
     return path
 
 

@@ -140,9 +140,9 @@ def choose_num_blocks(config: EngineConfig, budget: MemoryBudget, spec: ProgramS
         missing = (2 * block_bytes - num_bytes) / GIB
         raise ConfigError(
             f"no memory for the KV cache: a block of {size} tokens takes {block_bytes} bytes, and "
-            f"two are needed, but there are {num_bytes} ({source}): {missing:.2f} GiB are missing. "
-            "Raise kv_cache_memory_bytes or gpu_memory_utilization, serve a smaller model, or run "
-            "where there is more memory."
+            f"two are needed, but there are {max(num_bytes, 0)} ({source}): {missing:.2f} GiB are "
+            "missing. Raise kv_cache_memory_bytes or gpu_memory_utilization, use a smaller model, "
+            "or run where there is more memory."
         )
     if jax.default_backend() == "cpu" and not is_given:
         num_blocks = min(num_blocks, spec.num_slots * spec.num_table_blocks)

@@ -154,7 +154,7 @@ def test_users_without_a_home(
     run(ProgramCache.open(None))
     [warning] = warnings(caplog)
     assert "no home" in warning and "compilation_cache_dir" in warning
-    with pytest.raises(CheckpointError, match="no home; set XDG_CACHE_HOME"):
+    with pytest.raises(CheckpointError, match="no home folder .XDG_CACHE_HOME chooses another"):
         demo_model_file()
 
 
@@ -167,7 +167,7 @@ def test_a_home_that_cannot_be_written(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     run(ProgramCache.open(None))
     assert len(warnings(caplog)) == 1
-    with pytest.raises(CheckpointError, match=r"\.cache.*XDG_CACHE_HOME chooses another folder"):
+    with pytest.raises(CheckpointError, match=r"\.cache.*XDG_CACHE_HOME chooses another one"):
         demo_model_file()
 
 
