@@ -93,9 +93,9 @@ class Metrics:
         self._kv_cache_usage.set(0)
 
     def record_prompt(self, request: Request) -> None:
-        """Its prompt is computed. Siblings share it: they look nothing up in the prefix cache."""
-        _add(self._prompt_tokens, request.num_prompt_tokens)
+        """Count a computed prompt, once however many answers it has, as their usage does."""
         if request.index == 0:
+            _add(self._prompt_tokens, request.num_prompt_tokens)
             _add(self._prefix_cache_queries, request.num_prompt_tokens)
             _add(self._prefix_cache_hits, request.num_cached_tokens)
 

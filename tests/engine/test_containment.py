@@ -181,3 +181,23 @@ def test_a_token_that_cannot_be_taken_in(engine, monkeypatch):
     reasons = [{each.finish_reason for each in group.requests} for group in groups]
     assert {FinishReason.ERROR} in reasons
     assert engine.block_pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=3, max_tokens=4, ignore_eos=True),
+        SamplingParams(best_of=3, max_tokens=4, ignore_eos=True),
+        BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True),
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
+    ],
+)
+def test_prompts_are_counted_once(engine, params):
+    """O-89: the counter is the sum of the usage that clients see, however many answers."""
+    for prompt in PROMPTS:
+        engine.add_request(engine.make_request("r", {"prompt_token_ids": prompt}, params))
+    while engine.has_unfinished:
+        engine.step()
+    rendered = engine.metrics.render()[0].decode().splitlines()
+    [counted] = [line for line in rendered if line.startswith("jpaged:prompt_tokens_total{")]
+    assert float(counted.rsplit(" ", 1)[1]) == sum(map(len, PROMPTS))
