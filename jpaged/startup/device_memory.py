@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import jax
 
 from jpaged.config import GIB
-from jpaged.startup.host_memory import host_memory_limit, resident_bytes
+from jpaged.startup.host_memory import host_memory_limit
 
 # XLA reads these when a backend starts. The second one is the first one's old name.
 GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # Share of what XLA has reserved on a GPU; the rest is for inputs of steps, and gets fragmented.
 SHARE_OF_RESERVED = 0.97
-# What reading weights and compiling take on a CPU beside what the process has at its start: 0.9
-# GiB were measured with the demo model.
-CPU_START_BYTES = GIB
+# What a process takes on a CPU beside weights and pool, to read weights and compile: 1.3 GiB were
+# measured with the demo model. Constant, as programs of a pool of another size are other programs.
+CPU_PROCESS_BYTES = GIB * 7 // 5
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ def device_memory(utilization: float) -> DeviceMemory:
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
-        taken = resident_bytes() + CPU_START_BYTES
-        return DeviceMemory(host_memory_limit(), utilization, taken, "host memory")
+        return DeviceMemory(host_memory_limit(), utilization, CPU_PROCESS_BYTES, "host memory")
     limit, taken = stats["bytes_limit"], stats.get("bytes_in_use", 0)
     if device.platform == "gpu":
         return DeviceMemory(limit, _share_of_reserved(utilization), taken, "reserved by XLA")

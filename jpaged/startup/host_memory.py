@@ -1,8 +1,6 @@
 """How much memory this process may use: that of the machine, or less in a container."""
 
 import os
-import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +17,6 @@ def host_memory_limit(root: Path = Path("/")) -> int:
     process. root: where /proc and /sys are found."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_cgroup_limits(root)])
-
-
-def resident_bytes() -> int:
-    """The most memory that this process has had so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

@@ -194,3 +194,10 @@ def test_sizes_of_steps_suit_the_device(
     options: dict[str, Any], platform: str, expected: tuple[int, int]
 ) -> None:
     assert step_limits(EngineConfig(**options), platform) == StepLimits(*expected)
+
+
+def test_equal_starts_plan_equal_pools() -> None:
+    """Whatever the process holds by then: a pool of another size would compile everything anew."""
+    before = device_memory.device_memory(0.9)
+    ballast = bytearray(64 << 20)
+    assert device_memory.device_memory(0.9) == before and ballast
