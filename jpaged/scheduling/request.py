@@ -47,6 +47,8 @@ class Request:
 
     siblings: all answers to the same request, this one included; index: its place among them.
     policy: how this request and its siblings are computed.
+    max_tokens: most tokens of the answer, as asked for. token_limit: the same, lowered by the
+        scheduler when the pool cannot hold more.
     num_reported_logprobs: most likely tokens to read with each sampled one; None reads nothing.
     num_prompt_logprobs: the same with each token of the prompt; only the first answer asks.
     prompt_logprobs: of the prompt's first tokens, as far as they are known; None for the first.
@@ -96,6 +98,7 @@ class Request:
         self.num_scored_tokens = 1
         self.params = params
         self.max_tokens = max_tokens
+        self.token_limit = max_tokens
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.detokenizer = detokenizer
@@ -178,7 +181,7 @@ class Request:
     @property
     def has_all_tokens_in_flight(self) -> bool:
         """True once the steps launched so far sample the last token that is allowed."""
-        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
+        return self.num_tokens - self.num_prompt_tokens >= self.token_limit
 
     def scores_of(self, start: int, num_tokens: int) -> range:
         """Positions of the prompt tokens whose log-probabilities are wanted and come with the
@@ -223,7 +226,7 @@ class Request:
         elif is_stop_token:
             is_listed = token_id in (self.params.stop_token_ids or ())
             self.finish(FinishReason.STOP, token_id if is_listed else None)
-        elif self.num_output_tokens >= self.max_tokens:
+        elif self.num_output_tokens >= self.token_limit:
             self.finish(FinishReason.LENGTH)
 
     def fork(self, *, index: int, seed: int) -> "Request":

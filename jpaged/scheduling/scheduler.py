@@ -410,7 +410,7 @@ class Scheduler:
                 self.retire(sibling)
                 batch.finished.append(sibling)
             return
-        request.max_tokens = request.num_tokens - request.num_prompt_tokens
+        request.token_limit = request.num_tokens - request.num_prompt_tokens
         if not request.num_in_flight_tokens:
             request.finish(FinishReason.LENGTH)
             self.retire(request)

@@ -201,3 +201,22 @@ def test_prompts_are_counted_once(engine, params):
     rendered = engine.metrics.render()[0].decode().splitlines()
     [counted] = [line for line in rendered if line.startswith("jpaged:prompt_tokens_total{")]
     assert float(counted.rsplit(" ", 1)[1]) == sum(map(len, PROMPTS))
+
+
+def test_a_full_pool_does_not_change_what_was_asked_for():
+    """The histogram of max_tokens shows what clients ask for, not where the pool cut an answer."""
+    engine = make_engine(
+        ScriptedRunner(num_blocks=4, block_size=4, num_slots=2, max_num_tokens=32), cache=False
+    )
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    group = engine.make_request("r", {"prompt_token_ids": [1, 0, 1]}, params)
+    engine.add_request(group)
+    while engine.has_unfinished:
+        engine.step()
+    [request] = group.requests
+    assert request.finish_reason is FinishReason.LENGTH
+    assert request.num_output_tokens < 40
+    rendered = engine.metrics.render()[0].decode().splitlines()
+    name = "jpaged:request_params_max_tokens_sum{"
+    [asked] = [line for line in rendered if line.startswith(name)]
+    assert float(asked.rsplit(" ", 1)[1]) == 40
