@@ -152,7 +152,7 @@ class Engine:
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         if self._check_invariants:
-            self.scheduler.tables.check_writes(batch.rows)
+            self.scheduler.check_writes(batch.rows)
         scheduled = time.perf_counter()
         timings.scheduling += scheduled - started
         finished_step = self._launched

@@ -66,7 +66,7 @@ def test_paged_blocks_are_full():
 
 def test_reserved_memory_is_mostly_empty():
     scheduler = make()
-    scheduler.tables = ReservingTables(
+    scheduler.holdings.tables = ReservingTables(
         scheduler.block_pool, block_size=BLOCK_SIZE, enable_prefix_caching=False
     )
     assert 0.20 <= mean_fill(scheduler) <= 0.40

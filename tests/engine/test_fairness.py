@@ -112,14 +112,14 @@ def test_a_blocked_request_is_not_looked_at_in_every_step(monkeypatch):
         "match",
         lambda self, request: matches.update([request]) or match(self, request),
     )
-    runner = ScriptedRunner(num_blocks=16, block_size=4, num_slots=4, max_num_tokens=64)
+    runner = ScriptedRunner(num_blocks=12, block_size=4, num_slots=4, max_num_tokens=64)
     engine = make_engine(runner)
     added(engine, PROMPT, sampling(36))
-    blocked = added(engine, [6] * 30, sampling(2), cache_salt="salt")
+    blocked = added(engine, [6] * 40, sampling(2), cache_salt="salt")
     for _ in range(30):
         engine.step()
     [request] = blocked.requests
-    assert request.slot is None, "it should wait for blocks"
+    assert request.first_scheduled_time is None, "it should wait for blocks"
     assert matches[request] == 1
     run(engine)
     assert calls["root_digest"] == 2  # once a request
