@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jpaged.bench.options import ModelOptions
 from jpaged.bench.workload import Work, equal_work, mixed_work
-from jpaged.engine import StepTimings
 from jpaged.errors import ConfigError
 from jpaged.inputs import Prompt
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
+from jpaged.step_timings import StepTimings
 
 if TYPE_CHECKING:
     from jpaged.bench.transformers_baseline import TransformersBaseline

@@ -14,7 +14,7 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
-from jpaged.errors import EngineDeadError
+from jpaged.errors import EngineDeadError, JpagedError
 from jpaged.inputs import Params, Prompt, TokensPrompt, chat_prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import RequestOutput
@@ -43,7 +43,7 @@ class _Stream:
         self._loop = loop
         self._skip_middle = skip_middle
         self._changed = asyncio.Event()
-        self._latest: RequestOutput | EngineDeadError | None = None
+        self._latest: RequestOutput | JpagedError | None = None
         # Read and written by the engine's thread only.
         self._is_wanted = False
         self._has_news = False
@@ -64,7 +64,7 @@ class _Stream:
             self._is_wanted = self._has_news = False
             self.put(self._group.output())
 
-    def put(self, item: RequestOutput | EngineDeadError) -> None:
+    def put(self, item: RequestOutput | JpagedError) -> None:
         """Called by the engine's thread."""
         self._latest = item
         # The loop is closed when a program ends in the middle of a stream.
@@ -75,7 +75,7 @@ class _Stream:
         await self._changed.wait()
         self._changed.clear()
         assert self._latest is not None
-        if isinstance(self._latest, EngineDeadError):
+        if isinstance(self._latest, JpagedError):
             raise self._latest
         return self._latest
 
@@ -255,8 +255,13 @@ class AsyncEngine:
     def _deliver(self, group: RequestGroup) -> None:
         # The reader may have gone while the step was on its way.
         stream = self._streams.get(group)
-        if stream is not None:
+        if stream is None:
+            return
+        try:
             stream.progress()
+        except Exception as error:
+            self.engine.fail(group, error)
+            stream.put(JpagedError("this request ended by an error; the log says more"))
 
     def _stop(self, error: BaseException) -> None:
         """From now on everybody who reads, or comes to read, gets the error."""

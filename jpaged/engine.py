@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from jpaged.config import PreemptionMode
@@ -24,25 +23,9 @@ from jpaged.scheduling.request_group import RequestGroup
 from jpaged.scheduling.scheduled_batch import ScheduledBatch
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
+from jpaged.step_timings import StepTimings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class StepTimings:
-    """Seconds that the host spent, added up over `num_steps` steps.
-
-    scheduling: choosing requests and blocks. packing: making the device's inputs. launching:
-    handing them over, which may include computing on a CPU. waiting: reading the tokens of the
-    step before, the device's time included. processing: taking in those tokens, text included.
-    """
-
-    num_steps: int = 0
-    scheduling: float = 0.0
-    packing: float = 0.0
-    launching: float = 0.0
-    waiting: float = 0.0
-    processing: float = 0.0
 
 
 class Engine:
@@ -148,31 +131,46 @@ class Engine:
 
         Returns the requests that have new tokens or are finished.
         """
-        timings = self.step_timings
-        started = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if self._check_invariants:
-            self.scheduler.check_writes(batch.rows)
-        scheduled = time.perf_counter()
-        timings.scheduling += scheduled - started
-        finished_step = self._launched
-        self._runner.move_blocks(batch)
-        packed = self._runner.pack(batch) if batch.num_tokens else None
-        packed_at = time.perf_counter()
-        timings.packing += packed_at - scheduled
-        self._launched = self._runner.launch(packed) if packed is not None else None
-        timings.launching += time.perf_counter() - packed_at
-        is_stuck = not (batch.num_tokens or batch.finished or finished_step)
-        assert not (is_stuck and self.scheduler.has_requests), "nobody can run, nothing will change"
-        self._take_back_reports(batch)
-        finished = [self._groups[request] for request in batch.finished]
+        launched_before = self._launched
+        batch = self._schedule()
+        self._launched = self._launch(batch)
+        is_stuck = not (batch.num_tokens or batch.finished or launched_before)
+        assert not (is_stuck and self.scheduler.has_requests), "no request can run, ever"
+        groups = self._take_in(batch, launched_before)
+        self._record(batch)
+        return groups
+
+    def _schedule(self) -> ScheduledBatch:
+        with self.step_timings.measure("scheduling"):
+            batch = self.scheduler.schedule()
+            if self._check_invariants:
+                self.scheduler.check_writes(batch.rows)
+        return batch
+
+    def _launch(self, batch: ScheduledBatch) -> LaunchedStep | None:
+        """Start what was scheduled. None if there is nothing to compute."""
+        with self.step_timings.measure("packing"):
+            self._runner.move_blocks(batch)
+            packed = self._runner.pack(batch) if batch.num_tokens else None
+        with self.step_timings.measure("launching"):
+            return self._runner.launch(packed) if packed is not None else None
+
+    def _take_in(self, batch: ScheduledBatch, step: LaunchedStep | None) -> list[RequestGroup]:
+        """Take in what scheduling has ended and what a step has computed."""
+        progressed = self._take_back_reports(batch)
+        progressed += [self._groups[request] for request in batch.finished]
+        if step is not None:
+            with self.step_timings.measure("waiting"):
+                tokens, logprobs = step.read_tokens(), step.read_logprobs()
+            with self.step_timings.measure("processing"):
+                progressed += self._process(step, tokens, logprobs)
+            self.step_timings.num_steps += 1
         # A dict keeps the order and drops doubles.
-        groups = list(dict.fromkeys(finished + self._process(finished_step)))
+        groups = list(dict.fromkeys(progressed))
         for group in groups:
             for request in group.requests:
                 if request.is_finished and request in self._groups:
                     self._forget(request)
-        self._record(batch)
         if self._check_invariants:
             self.scheduler.check_integrity()
         return groups
@@ -184,18 +182,15 @@ class Engine:
         costs = PreemptionCosts(runner.time_swap(), self._prefill_clock)
         return SwapSpace(num_blocks, mode=mode, costs=costs)
 
-    def _process(self, step: LaunchedStep | None) -> list[RequestGroup]:
-        """Take in what a step has computed. Returns the groups that have something new."""
-        if step is None:
-            return []
-        timings = self.step_timings
-        started = time.perf_counter()
-        tokens, logprobs = step.read_tokens(), step.read_logprobs()
-        read = time.perf_counter()
-        progressed = []
+    def _process(
+        self, step: LaunchedStep, tokens: list[int], logprobs: list[TokenLogprobs | None]
+    ) -> list[RequestGroup]:
+        """Take in the results of a step. Returns the groups that have something new."""
+        has_result = bool(step.requests or step.scored)
+        self._prefill_clock.record(step.trace, has_result=has_result, now=time.perf_counter())
         num_sampled = len(tokens)
         # First, so that a first token comes with all that is known of the prompt.
-        progressed += self._process_scores(step.scored, logprobs[num_sampled:])
+        progressed = self._process_scores(step.scored, logprobs[num_sampled:])
         for request, token, token_logprobs in zip(
             step.requests, tokens, logprobs[:num_sampled], strict=True
         ):
@@ -203,11 +198,6 @@ class Engine:
             if not request.is_finished:
                 take_in = partial(self._take_token, request, token, token_logprobs)
                 progressed += self._contained(self._groups[request], take_in)
-        has_result = bool(step.requests or step.scored)
-        self._prefill_clock.record(step.trace, has_result=has_result, now=read)
-        timings.num_steps += 1
-        timings.waiting += read - started
-        timings.processing += time.perf_counter() - read
         return progressed
 
     def _contained(self, group: RequestGroup, take_in: Callable[[], bool]) -> list[RequestGroup]:
@@ -273,15 +263,20 @@ class Engine:
                 self.scheduler.retire(beam)
         return True
 
-    def _take_back_reports(self, batch: ScheduledBatch) -> None:
-        """Preempted beams report again; a search without room ends with what it has."""
+    def _take_back_reports(self, batch: ScheduledBatch) -> list[RequestGroup]:
+        """Let preempted beams report again, and end searches without room with what they have.
+
+        Returns the groups in which that raised an error.
+        """
+        failed = []
         for request in batch.preempted:
             group = self._groups[request]
             if isinstance(group, BeamGroup):
                 group.withdraw_reported(request)
         for group in {self._groups[request] for request in batch.finished}:
             if isinstance(group, BeamGroup):
-                group.end_early()
+                failed += self._contained(group, partial(_end_early, group))
+        return failed
 
     def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         last_token_time = request.last_token_time
@@ -325,3 +320,8 @@ class Engine:
             num_swap_outs=sum(len(out.swapped.tables) for out in batch.swap_outs),
             num_swapped=self.scheduler.num_swapped,
         )
+
+
+def _end_early(group: BeamGroup) -> bool:
+    group.end_early()
+    return False

@@ -81,7 +81,7 @@ class Holdings:
                 sibling.num_in_flight_tokens = 0
                 self.end(sibling, batch)
             return
-        request.max_tokens = request.num_tokens - request.num_prompt_tokens
+        request.token_limit = request.num_tokens - request.num_prompt_tokens
         if not request.num_in_flight_tokens:
             self.end(request, batch)
 

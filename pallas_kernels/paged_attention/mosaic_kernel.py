@@ -63,9 +63,8 @@ def attend_items(
         inputs.append(new_kv)
         in_specs.append(tile_spec(shape, 1, 2 * shape.width))
     inputs += [block_tables[:, None, :]] * 2 + [pool]
-    num_table_blocks = block_tables.shape[1]
-    in_specs += [_table_spec(distance, num_items, num_table_blocks) for distance in (0, 1)]
-    in_specs.append(in_memory)
+    num_columns = block_tables.shape[1]
+    in_specs += [_table_spec(distance, num_items, num_columns) for distance in (0, 1)] + [in_memory]
     outputs, out_specs, aliases = [query], [queries], {}
     if new_kv is not None:
         outputs.append(pool)

@@ -10,9 +10,10 @@ import pytest
 from jpaged.async_engine import AsyncEngine
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineConfig
-from jpaged.errors import EngineDeadError
+from jpaged.errors import EngineDeadError, JpagedError
 from jpaged.outputs import FinishReason, RequestOutput
 from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling.request_group import RequestGroup
 from jpaged.startup.load_engine import LoadedEngine
 from tests.engine.scripted_runner import ScriptedRunner
 from tests.engine.test_engine_machine import EOS, make_engine
@@ -157,6 +158,28 @@ def test_a_dead_engine_serves_nothing_and_ends_at_once(engine, monkeypatch):
                 await front.drain(60)
 
     asyncio.run(run())
+
+
+def test_an_output_that_cannot_be_made_ends_one_request(engine, monkeypatch):
+    """For the client that reads it; the engine and all others go on."""
+    output = RequestGroup.output
+
+    def failing(group):
+        if group.prompt_token_ids == tuple(PROMPTS[0]):
+            raise ValueError("no such answer")
+        return output(group)
+
+    async def run() -> None:
+        async with started(engine, monkeypatch) as front:
+            monkeypatch.setattr(RequestGroup, "output", failing)
+            work = [last_output(front, prompt, GREEDY) for prompt in PROMPTS[:3]]
+            failed, *others = await asyncio.gather(*work, return_exceptions=True)
+            assert isinstance(failed, JpagedError) and "the log says more" in str(failed)
+            assert all(each.finished for each in others)
+            front.check_health()
+
+    asyncio.run(run())
+    assert gauges(engine) == [0, 0, 0]
 
 
 def test_a_token_that_cannot_be_taken_in(engine, monkeypatch):
