@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from jpaged.outputs import TokenLogprobs
 from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.kept_logprobs import KeptLogprobs, Score
 from jpaged.scheduling.request import Request
 
 DIGEST_BYTES = 16
@@ -26,9 +27,6 @@ DIGEST_BYTES = 16
 MAX_COMPARED_BLOCKS = 16
 # A copy costs about as much as computing a few tokens more: shorter beginnings are not worth it.
 MIN_COPIED_SHARE = 4  # of block_size
-
-
-Score = TokenLogprobs | None  # None for a prompt's first token, which follows nothing
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class PrefixCache:
         # By block. An entry is out of date once the pool finds its digest elsewhere or nowhere.
         self._entries: dict[int, CachedBlock] = {}
         self._families: dict[tuple[bytes, int], dict[int, None]] = {}
-        # Log-probabilities of the tokens of blocks, of those that somebody asked for.
-        self._scores: dict[int, tuple[Score, ...]] = {}
+        self._logprobs = KeptLogprobs()
 
     def match(self, request: Request) -> PrefixMatch:
         """At most all tokens but one, as the last one must be computed to get its logits."""
@@ -114,9 +111,9 @@ class PrefixCache:
         self._extend_digests(request, num_blocks)
         for index in range(positions.start // size, num_blocks):
             block = self.block_pool.find(request.block_digests[index])
-            if block is not None and not self._has_scores(block, request.num_prompt_logprobs):
+            if block is not None and not self._logprobs.has(block, request.num_prompt_logprobs):
                 scores = request.prompt_logprobs[index * size : (index + 1) * size]
-                self._scores[block] = tuple(scores)
+                self._logprobs.keep(block, scores)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Raise if a block is not what it is known as, to itself or to those who hold it."""
@@ -151,20 +148,15 @@ class PrefixCache:
         if not request.needs_scores:
             return True
         assert request.num_prompt_logprobs is not None
-        return self._has_scores(block, request.num_prompt_logprobs)
-
-    def _has_scores(self, block: int, num_logprobs: int) -> bool:
-        """Whether those are kept, each with so many likely tokens."""
-        scores = self._scores.get(block)
-        return scores is not None and all(
-            score is None or len(score.top) >= num_logprobs for score in scores
-        )
+        return self._logprobs.has(block, request.num_prompt_logprobs)
 
     def _with_scores(self, match: PrefixMatch, request: Request) -> PrefixMatch:
         """One token less, as its logits make the log-probability of the token behind the match."""
         blocks, partial_block = list(match.blocks), match.partial_block
         found = blocks if partial_block is None else [*blocks, partial_block]
-        scores = [score for block in found for score in self._scores[block]][: match.num_tokens]
+        scores = [score for block in found for score in self._logprobs.of(block)][
+            : match.num_tokens
+        ]
         num_tokens = max(0, match.num_tokens - 1)
         if len(blocks) * self.block_size > num_tokens:
             partial_block = blocks.pop()
@@ -201,7 +193,7 @@ class PrefixCache:
 
     def _forget(self, block: int) -> None:
         """Drop an entry that is out of date."""
-        self._scores.pop(block, None)
+        self._logprobs.drop(block)
         entry = self._entries.pop(block, None)
         if entry is not None:
             family = self._families[entry.family]

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.errors import RequestError
+from jpaged.outputs import TokenLogprobs
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.block_pool import BlockPool
+from jpaged.scheduling.kept_logprobs import KeptLogprobs
 from jpaged.scheduling.prefix_cache import PrefixCache, block_digest, root_digest
 from jpaged.scheduling.request import Request
 from tests.random_llama import save_random_llama
@@ -218,3 +220,17 @@ def test_preempted_requests_are_no_hits(folder, make_llm):
     outputs = llm.generate(prompts, long, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 0]
+
+
+def test_kept_logprobs_are_limited():
+    """The oldest go first; what is kept of a block is replaced, not added to."""
+    kept = KeptLogprobs(limit=60)
+    scores = [None, *(TokenLogprobs(-1.0, ((0, -1.0), (1, -2.0))) for _ in range(9))]  # 27
+    for block in (1, 2, 2):
+        kept.keep(block, scores)
+    assert kept.has(1, 2) and kept.has(2, 2) and not kept.has(2, 3)
+    kept.keep(3, scores)
+    assert not kept.has(1, 0) and kept.has(2, 2) and kept.of(3) == tuple(scores)
+    kept.drop(2)
+    kept.keep(4, scores)
+    assert kept.has(3, 2) and kept.has(4, 2)
