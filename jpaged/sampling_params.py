@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Self
 
-import numpy as np
-
 from jpaged.errors import RequestError
 
 MAX_STOP_STRINGS = 16
@@ -174,7 +172,7 @@ def check_optional_int(
 
 
 def check_bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, bool) and not _is_array(value, num_dimensions=0, kind="b"):
         raise RequestError(f"{name} must be true or false, got {_shown(value)}", param=name)
     return bool(value)
 
@@ -214,11 +212,18 @@ def _checked_stop_token_ids(token_ids: object) -> tuple[int, ...]:
     return tuple(check_int("stop_token_ids", token_id, low=0) for token_id in listed)
 
 
-def _members(name: str, value: object, kind: str) -> tuple[Any, ...]:
+def _is_array(value: Any, *, num_dimensions: int, kind: str | None = None) -> bool:
+    """Whether a value is numpy's, of a kind of type. Importing numpy would slow down `--help`."""
+    if type(value).__module__.partition(".")[0] != "numpy" or value.ndim != num_dimensions:
+        return False
+    return kind is None or value.dtype.kind == kind
+
+
+def _members(name: str, value: Any, kind: str) -> tuple[Any, ...]:
     """Members of a list, a tuple, a set or a one-dimensional array; None has none."""
     if value is None:
         return ()
-    if isinstance(value, np.ndarray) and value.ndim == 1:
+    if _is_array(value, num_dimensions=1):
         return tuple(value.tolist())
     if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
         raise RequestError(f"{name} must be a list of {kind}, got {_shown(value)}", param=name)

@@ -45,7 +45,7 @@ def answers(llm):
         {"prompt_token_ids": [(start + 7 * index) % 200 for index in range(length)]}
         for length, start in [(75, 3), (20, 3), (1, 9), (50, 4), (64, 3), (33, 5)]
     ]
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     outputs = [output for _ in range(2) for output in llm.generate(prompts, params)]
     llm.engine.scheduler.check_integrity()
     return [output.outputs[0].token_ids for output in outputs]
@@ -58,7 +58,7 @@ def test_kernels_answer_as_xla_does(backend, folder, make_llm):
     all requests."""
     expected = answers(make_llm(folder, max_num_batched_tokens=64))
     llm = make_llm(
-        folder, attention_backend=backend, max_num_batched_tokens=64, num_gpu_blocks_override=14
+        folder, attention_backend=backend, max_num_batched_tokens=64, num_gpu_blocks_override=9
     )
     before = num_preemptions(llm)
     assert answers(llm) == expected

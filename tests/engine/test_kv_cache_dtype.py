@@ -102,6 +102,7 @@ def test_scales_are_parameters(folder, make_llm):
     np.testing.assert_array_equal(*again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["decode", "mixed", "copy", "swap in"])
 def test_programs_convert_only_what_they_read(folder, make_llm, program):
     """No program holds another pool, or one of wider numbers."""

@@ -10,7 +10,7 @@ from tests.demo_engine import DEMO_OPTIONS
 from tests.engine.prompts import DEMO_PROMPTS
 from tests.hf_reference import assert_greedy_parity, hf_greedy, hf_greedy_along
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -123,7 +123,6 @@ def test_sliding_windows(variant, budget, tiny_llama, hf_model, make_llm):
     assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts], expected)
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("demo model")
 def test_demo_model(demo_model_path, demo_hf_model, make_llm):
     check_demo_model(demo_model_path, demo_hf_model, make_llm, num_prompts=10, num_tokens=24)
