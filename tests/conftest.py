@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuSeconds(), "cpu-seconds")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select a slice of the long tests, and group the tests of a file.
 
