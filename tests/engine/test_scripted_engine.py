@@ -4,6 +4,7 @@ import pytest
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine import Engine
+from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.request_group import RequestGroup
 from tests.engine.scripted_runner import VOCAB_SIZE, ScriptedRunner, scores
@@ -147,3 +148,9 @@ def test_seed_minus_1_draws_one_each_time():
         for index in range(2):
             answers = {group.output().outputs[index].token_ids for group in groups}
             assert (len(answers) == 1) == repeats, seed
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 257, 5])
+def test_bad_salts_are_refused(salt):
+    with pytest.raises(RequestError, match="cache_salt must be a text of 1 to 256 characters"):
+        added(small_engine(), PROMPT, sampling(), cache_salt=salt)
