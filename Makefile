@@ -7,7 +7,7 @@ NEWEST := .venv-newest
 REPORTS := .cache/reports
 # As many workers as a small machine has cores: two engines at once take 6 GiB.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=15
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --durations=15
 
 .PHONY: help install install-dev serve test test-long test-mutations test-main test-newest lint format bench clean
 
@@ -70,7 +70,7 @@ test-mutations: .venv/installed-dev
 
 # Tests that need no torch, with the newest JAX. Python 3.11 has an older one.
 test-newest: .venv/installed-dev
-	@.ci/test-newest-python $(BIN)/python $(NEWEST) pyproject.toml -n $(WORKERS) --dist loadgroup \
+	@.ci/test-newest-python $(BIN)/python $(NEWEST) pyproject.toml -n $(WORKERS) \
 	--junitxml=$(REPORTS)/newest.xml
 
 bench: .venv/installed-dev

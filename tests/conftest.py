@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from tests import slices
 from tests.cpu_seconds import CpuSeconds
+from tests.file_scheduling import FileScheduling
 from tests.typechecker import check_annotations
 
 check_annotations()  # before anything imports what is checked
@@ -36,18 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuSeconds(), "cpu-seconds")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select a slice of the long tests, and group the tests of a file.
-
-    With several workers, tests of a file run in the same one: they share engines and servers. Files
-    marked `spread` share nothing.
-    """
     slices.deselect_others(config, items)
-    for item in items:
-        is_spread = any(mark.name == "spread" for mark in item.iter_markers())
-        if not is_spread and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    return FileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ def code_blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("demo model")
 def test_python_example(
     demo_model_path: Path,
     programs_folder: Path,

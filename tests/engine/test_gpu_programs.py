@@ -7,7 +7,7 @@ from pallas_kernels.paged_attention.interleaved_pool import DEFAULT_BLOCK_SIZE
 from tests.engine.large_models import LLAMA_3_8B, Step, check_collectives
 from tests.kernels.gpu_compiler import compile_lowered, lower_for, mesh_of, needs_cuda_plugin
 
-pytestmark = [needs_cuda_plugin, pytest.mark.slow, pytest.mark.spread]
+pytestmark = [needs_cuda_plugin, pytest.mark.slow]
 
 BATCH = 64
 

@@ -123,7 +123,6 @@ def test_sliding_windows(variant, budget, tiny_llama, hf_model, make_llm):
     assert_greedy_parity([ours(llm, [prompt])[0] for prompt in prompts], expected)
 
 
-@pytest.mark.xdist_group("demo model")
 def test_demo_model(demo_model_path, demo_hf_model, make_llm):
     check_demo_model(demo_model_path, demo_hf_model, make_llm, num_prompts=10, num_tokens=24)
 

@@ -17,7 +17,7 @@ from tests.kernels.tpu_compiler import (
     whole_mesh,
 )
 
-pytestmark = [needs_libtpu, pytest.mark.spread]
+pytestmark = needs_libtpu
 
 GIB = 1 << 30
 CHIP_BYTES = {"v5e": 15.75 * GIB, "v6e": 31.24 * GIB}  # what libtpu leaves to programs

@@ -22,8 +22,6 @@ from pallas_kernels.paged_attention.triton_tiles import KernelShape
 from pallas_kernels.testing import MODEL_SHAPES, AttentionShape, ragged_batch
 from tests.kernels.oracle import paged_attention_oracle
 
-pytestmark = pytest.mark.spread
-
 ITEMSIZE = 2
 
 

@@ -17,7 +17,7 @@ from tests.kernels.gpu_compiler import (
     on,
 )
 
-pytestmark = [needs_cuda_plugin, pytest.mark.spread]
+pytestmark = needs_cuda_plugin
 BLOCK_SIZE, NUM_BLOCKS, NUM_TABLE_BLOCKS = 16, 16384, 256
 H100_MODELS = ("llama-3-8b", "gemma-2-9b", "gpt-oss-20b")
 

@@ -8,8 +8,6 @@ from pallas_kernels.paged_attention.mosaic_items import prefill_items
 from pallas_kernels.testing import AttentionShape
 from tests.kernels.checks import BLOCKS_AND_HEADS, DECODES, GROUPS, PREFILLS, check, heads
 
-pytestmark = pytest.mark.spread
-
 ROWS = [(1, 5), (1, 16), (1, 150), (1, 33), (17, 17), (30, 100), (5, 205), (3, 3), (40, 64)]
 
 

@@ -13,8 +13,6 @@ from pallas_kernels.paged_attention import MosaicPagedAttention, mosaic_kernel, 
 from pallas_kernels.testing import AttentionShape, ragged_batch
 from tests.kernels.checks import write_and_attend
 
-pytestmark = pytest.mark.spread
-
 
 class Counting:
     """pltpu, but a copy that is started adds its bytes to a list."""

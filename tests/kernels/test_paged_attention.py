@@ -17,8 +17,6 @@ from tests.kernels.checks import (
     heads,
 )
 
-pytestmark = pytest.mark.spread
-
 BACKENDS = ["xla", "triton", pytest.param("pallas-tpu", marks=pytest.mark.long)]
 
 

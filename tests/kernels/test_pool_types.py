@@ -8,8 +8,6 @@ from pallas_kernels.paged_attention import TritonPagedAttention, XlaPagedAttenti
 from pallas_kernels.testing import AttentionShape, ragged_batch
 from tests.kernels.oracle import paged_attention_oracle
 
-pytestmark = pytest.mark.spread
-
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64)
 ROWS = [(1, 1), (1, 33), (1, 300), (17, 40), (64, 64)]
 # Root of the mean square of the difference, relative to that of the answer; twice what is seen.

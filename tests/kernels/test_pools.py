@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.paged_attention.head_major_pool import HeadMajorPool
 from pallas_kernels.paged_attention.interleaved_pool import InterleavedPool
 
-pytestmark = [pytest.mark.smoke, pytest.mark.spread]
+pytestmark = pytest.mark.smoke
 
 LAYOUTS = [InterleavedPool(), HeadMajorPool()]
 HEAD_DIM = 16

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from pallas_kernels.paged_attention.triton_prefill import cut_query_tiles, query_tile_tokens
 from pallas_kernels.paged_attention.triton_sizes import prefill_rows
 
-pytestmark = pytest.mark.spread
-
 NUM_ROWS, NUM_TOKENS = 6, 64
 
 

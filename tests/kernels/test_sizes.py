@@ -16,8 +16,6 @@ from pallas_kernels.paged_attention.sizes import choices_of
 from pallas_kernels.paged_attention.triton_sizes import TritonSizes
 from pallas_kernels.testing import MODEL_SHAPES
 
-pytestmark = pytest.mark.spread
-
 BFLOAT16 = jnp.dtype("bfloat16")
 KERNELS = {
     "pallas-tpu": MosaicPagedAttention(num_kv_heads=2, group=4, head_dim=64),

@@ -25,7 +25,7 @@ from tests.kernels.tpu_compiler import (
     vector_memory_of,
 )
 
-pytestmark = [needs_libtpu, pytest.mark.spread]
+pytestmark = needs_libtpu
 POOL_BYTES = 512 << 20  # XLA moves small pools into vector memory
 
 

@@ -15,8 +15,6 @@ from pallas_kernels.paged_attention.tuning import (
     write_sizes,
 )
 
-pytestmark = pytest.mark.spread
-
 KEY = TuningKey(
     device="TPU v5 lite",
     backend="pallas-tpu",

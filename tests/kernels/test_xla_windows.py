@@ -6,8 +6,6 @@ import pytest
 from pallas_kernels.paged_attention import xla
 from tests.kernels.checks import check, heads
 
-pytestmark = pytest.mark.spread
-
 
 @pytest.fixture
 def count_tiles(monkeypatch):
