@@ -60,7 +60,7 @@ class ProgramCache:
         # Programs that call back into Python hold addresses of this process.
         if self._folder is None or "python" in text and "callback" in text:
             return lowered.compile()
-        path = self._folder / (_key(text) + SUFFIX)
+        path = self._folder / (_key(text, _signature(lowered)) + SUFFIX)
         compiled = _load(path, lowered)
         if compiled is None:
             compiled = lowered.compile()
@@ -91,8 +91,13 @@ def _warn_about(error: OSError) -> None:
     )
 
 
-def _key(text: str) -> str:
-    parts = [text, jax.__version__, version("jaxlib"), _machine()]
+def _signature(lowered: Lowered) -> str:
+    """All arguments and results. The text of a program lacks arguments that it does not use."""
+    return f"{lowered.args_info}\0{lowered.in_tree}\0{lowered.out_tree}"
+
+
+def _key(text: str, signature: str) -> str:
+    parts = [text, signature, jax.__version__, version("jaxlib"), _machine()]
     parts += [os.environ.get(name, "") for name in COMPILER_VARIABLES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

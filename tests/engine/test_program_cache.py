@@ -183,3 +183,15 @@ def test_two_starts_at_once(tmp_path: Path) -> None:
     both = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert len(entries(tmp_path)) == 3
+
+
+def test_arguments_without_use_are_a_part_of_a_program(tmp_path: Path) -> None:
+    """They are not in its text, but a compiled program refuses others than its own."""
+    cache = ProgramCache.open(str(tmp_path))
+    for size in (3, 5, 3):
+        unused = jax.ShapeDtypeStruct((size,), jnp.float32)
+        used = jax.ShapeDtypeStruct((4,), jnp.float32)
+        lowered = jax.jit(lambda used, unused: used + 1).lower(used, unused)
+        compiled = cache.compile(lowered)
+        assert compiled(XS, jnp.zeros(size)).tolist() == [1, 2, 3, 4]
+    assert len(entries(tmp_path)) == 2
