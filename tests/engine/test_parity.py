@@ -124,7 +124,7 @@ def test_sliding_windows(variant, budget, tiny_llama, hf_model, make_llm):
 
 
 def test_demo_model(demo_model_path, demo_hf_model, make_llm):
-    check_demo_model(demo_model_path, demo_hf_model, make_llm, num_prompts=10, num_tokens=24)
+    check_demo_model(demo_model_path, demo_hf_model, make_llm, num_prompts=8, num_tokens=20)
 
 
 @pytest.mark.long
