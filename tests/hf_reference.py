@@ -31,7 +31,7 @@ def save_tiny_llama(folder: Path, *, family: str = "Llama", **config: Any) -> Pa
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": 48,
         "intermediate_size": 80,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,

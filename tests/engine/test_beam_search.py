@@ -63,6 +63,7 @@ PROMPTS = [[5, 9, 200, 31, 8], list(range(40, 59)), [(7 * index) % 250 for index
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "width", [4, pytest.param(2, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)]
 )

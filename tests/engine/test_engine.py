@@ -64,6 +64,7 @@ def assert_idle(llm: LLM) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_text_in_text_out(llm):
     """O-76: the answer ends at the tokenizer's end of sequence, which no config names."""
     [output] = llm.generate("hello", params(32))
@@ -252,6 +253,7 @@ def roomy_answers(random_folder, make_llm):
     return answers
 
 
+@pytest.mark.slow
 def test_preempted_requests_lose_nothing(random_folder, make_llm, roomy_answers):
     """O-14: a pool for one and a half requests; each gets all its tokens, the same as alone."""
     llm = make_llm(random_folder, num_gpu_blocks_override=12)

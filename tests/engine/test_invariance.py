@@ -154,6 +154,7 @@ def expected(folder, make_llm):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", TOLERANCES)
 def test_a_request_alone_has_all_its_tokens(expected, kv_cache_dtype):
     for name, answer in expected(kv_cache_dtype).items():

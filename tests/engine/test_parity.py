@@ -28,13 +28,16 @@ VARIANTS = {
     "odd-head-dim": {"head_dim": 20},
     "llama3-rope": {"rope_parameters": {"rope_theta": 10_000.0, **LLAMA3_ROPE}},
 }
-MIXED_LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
+MIXED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+}
 # Of 24 tokens: no multiple of a block, and shorter than a tile of attention.
 WINDOWED = {
     "mistral": {"family": "Mistral"},
-    "ministral": {"family": "Ministral", "layer_types": MIXED_LAYERS},
+    "ministral": {"family": "Ministral", **MIXED},
     # As the first Ministral was published: transformers takes such a Mistral for a Ministral.
-    "mistral-with-layer-types": {"family": "Mistral", "layer_types": MIXED_LAYERS},
+    "mistral-with-layer-types": {"family": "Mistral", **MIXED},
 }
 NUM_TOKENS = 16
 LONG_DEMO_SIZES = [(16, 512), (8, 64), (32, 16), (128, 64)]
@@ -111,7 +114,12 @@ def test_chunked_prefill_beside_decodes(budget, tiny_llama, hf_model, make_llm):
 
 @pytest.mark.parametrize(
     "variant,budget",
-    [("mistral", 17), ("mistral", 64), ("ministral", 17), ("mistral-with-layer-types", 64)],
+    [
+        ("mistral", 17),
+        ("ministral", 17),
+        ("mistral-with-layer-types", 64),
+        pytest.param("mistral", 64, marks=pytest.mark.long),
+    ],
 )
 def test_sliding_windows(variant, budget, tiny_llama, hf_model, make_llm):
     """Prompts around the window and far beyond it, in chunks shorter and longer than it."""

@@ -29,6 +29,7 @@ def spec(llm):
     return llm.engine._runner.spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [(None, None), (5, None), (5, 7)])
 def test_layers_are_lowered_once(spec, windows):
     """Whatever their windows are; a model that has none hands none over."""

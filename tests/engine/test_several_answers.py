@@ -7,8 +7,6 @@ from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
 from tests.random_llama import save_random_llama
 
-pytestmark = pytest.mark.smoke
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
