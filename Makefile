@@ -16,7 +16,7 @@ help:
 	@echo "make install      the jpaged command, in .venv"
 	@echo "make serve        start the server; ARGS='--port 9000' passes options on"
 	@echo "make install-dev  what working on jpaged needs"
-	@echo "make test         all checks and tests, then the newest Python and JAX found"
+	@echo "make test         all checks and tests, then a smoke set with the newest Python"
 	@echo "make test-long    the tests that take minutes each; SLICE=1/3 runs a third of them"
 	@echo "make test-mutations  show that the tests notice each listed breakage of the code"
 	@echo "make lint         ruff, pyright and import rules only"
@@ -69,7 +69,7 @@ test-long: .venv/installed-dev
 test-mutations: .venv/installed-dev
 	$(BIN)/python -m tests.mutations.run $(ARGS)
 
-# Tests that need no torch, with the newest JAX. Python 3.11 has an older one.
+# The smoke tests that need no torch, with the newest JAX. Python 3.11 has an older one.
 test-newest: .venv/installed-dev
 	@.ci/test-newest-python $(BIN)/python $(NEWEST) pyproject.toml -n $(WORKERS) \
 	--junitxml=$(REPORTS)/newest.xml

@@ -137,12 +137,6 @@ class Request:
         return self.slot
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether it runs and part of its prompt is not computed yet."""
-        is_running = self.status is RequestStatus.RUNNING
-        return is_running and self.num_computed_tokens < self.num_prompt_tokens
-
-    @property
     def is_fresh(self) -> bool:
         """Whether it waits, to be computed from its beginning, and nothing was sampled yet."""
         is_waiting = self.status is RequestStatus.WAITING and self.swapped is None
