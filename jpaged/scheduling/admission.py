@@ -6,7 +6,7 @@ from jpaged.scheduling.holdings import Holdings
 from jpaged.scheduling.prefix_cache import PrefixMatch
 from jpaged.scheduling.request import Request
 from jpaged.scheduling.scheduled_batch import ScheduledBatch
-from jpaged.scheduling.shortage import Shortage
+from jpaged.scheduling.shortage import ShortageMemo
 from jpaged.scheduling.sibling_blocks import is_sharing_soon
 
 
@@ -19,7 +19,7 @@ class Admission:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
-        self._shortage: Shortage | None = None
+        self._shortage = ShortageMemo(holdings.tables.block_pool)
 
     def start_next(self, batch: ScheduledBatch) -> Request | None:
         """Run the first waiting request and return it, or None if it has to wait.
@@ -34,11 +34,14 @@ class Admission:
             if not request.policy.generates and not request.num_tokens_to_compute:
                 holdings.end(request, batch)
                 continue
-            if is_sharing_soon(request, holdings.tables.block_size):
-                return None
             # Siblings that cannot go on without this request need no room meanwhile.
             is_awaited = request.policy.waits_for_siblings and holdings.is_alone(request)
             headroom = 0 if is_awaited else len(holdings.running)
+            key = request, request.num_tokens
+            if not is_awaited and self._shortage.persists(key, headroom=headroom):
+                return None
+            if is_sharing_soon(request, holdings.tables.block_size):
+                return None
             match = self._fitting_match(request, headroom)
             if match is None and is_awaited:
                 holdings.end_without_room(request, batch)
@@ -51,10 +54,7 @@ class Admission:
 
     def _fitting_match(self, request: Request, headroom: int) -> PrefixMatch | None:
         """What the request need not compute, or None if the pool lacks blocks for the rest."""
-        holdings, pool = self._holdings, self._holdings.tables.block_pool
-        shortage = self._shortage
-        if shortage is not None and shortage.persists(request, pool, headroom=headroom):
-            return None
+        holdings = self._holdings
         match = holdings.match(request)
         needed = holdings.tables.num_new_blocks(request, match)
         num_missing = needed + headroom - holdings.tables.num_free_besides(match)
@@ -62,13 +62,8 @@ class Admission:
         is_alone = not holdings.running and not request.policy.waits_for_siblings
         if num_missing <= 0 or is_alone:
             return match
-        self._shortage = Shortage(
-            request,
-            num_tokens=request.num_tokens,
-            num_missing=num_missing,
-            num_freed=pool.num_freed,
-            headroom=headroom,
-        )
+        key = request, request.num_tokens
+        self._shortage.note(key, num_missing=num_missing, headroom=headroom)
         return None
 
     def _start(self, request: Request, match: PrefixMatch, batch: ScheduledBatch) -> None:

@@ -4,11 +4,12 @@ When blocks run out, the latest arrival is preempted whole, and computed again o
 (Kwon et al. 2023, PagedAttention, section 4.5).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jpaged.scheduling.holdings import Holdings
-from jpaged.scheduling.request import Request, RequestStatus
+from jpaged.scheduling.request import Request, RequestStatus, SwappedBlocks
 from jpaged.scheduling.scheduled_batch import ScheduledBatch
+from jpaged.scheduling.shortage import ShortageMemo
 from jpaged.scheduling.swap import SwapIn
 
 
@@ -17,6 +18,7 @@ class Preemption:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
+        self._shortage = ShortageMemo(holdings.tables.block_pool)
 
     def grow(self, request: Request, batch: ScheduledBatch) -> bool:
         """Give the request a slot of its own for one more token, preempting others if need be.
@@ -44,40 +46,70 @@ class Preemption:
         holdings = self._holdings
         while holdings.waiting and (swapped := holdings.waiting.first.swapped) is not None:
             siblings = list(swapped.tables)  # in the order of the queue
-            fitting = siblings[: self._num_fitting(siblings)]
-            has_others = bool(holdings.running) and not holdings.is_awaited(siblings[0])
-            if not fitting and not has_others:
+            if holdings.running and not holdings.is_awaited(siblings[0]):
+                if not self._all_fit(swapped):
+                    break
+                self._bring_back(siblings, batch)
+            elif num_fitting := self._num_fitting(siblings):
+                self._bring_back(siblings[:num_fitting], batch)
+            else:
                 holdings.end_without_room(siblings[0], batch)
-                continue
-            if not fitting or (has_others and len(fitting) < len(siblings)):
-                break
-            targets: list[int | None] = [None] * swapped.num_blocks
-            for request in fitting:
-                known = self._known_blocks(request)
-                holdings.waiting.remove(request)
-                holdings.run(request)
-                holdings.tables.restore(request, swapped.tables[request], targets, known)
-                holdings.swap_space.drop(request)
-            batch.swap_ins.append(SwapIn(swapped, targets))
+
+    def _bring_back(self, requests: Sequence[Request], batch: ScheduledBatch) -> None:
+        """Run requests that left together on new blocks, and on those that others still share."""
+        holdings, swapped = self._holdings, requests[0].swapped
+        assert swapped is not None
+        targets: list[int | None] = [None] * swapped.num_blocks
+        for request in requests:
+            known = self._known_blocks(request)
+            holdings.waiting.remove(request)
+            holdings.run(request)
+            holdings.tables.restore(request, swapped.tables[request], targets, known)
+            holdings.swap_space.drop(request)
+        batch.swap_ins.append(SwapIn(swapped, targets))
+
+    def _all_fit(self, swapped: SwappedBlocks) -> bool:
+        """Whether all requests that left together have room beside others that run."""
+        holdings = self._holdings
+        headroom = len(holdings.running)
+        if len(swapped.tables) > len(holdings.free_slots):
+            return False
+        key = swapped, sum(request.num_tokens for request in swapped.tables)
+        if self._shortage.persists(key, headroom=headroom):
+            return False
+        *_, needed = self._needed_blocks(list(swapped.tables))
+        num_missing = needed + len(swapped.tables) + headroom - holdings.tables.block_pool.num_free
+        if num_missing > 0:
+            self._shortage.note(key, num_missing=num_missing, headroom=headroom)
+        return num_missing <= 0
 
     def _num_fitting(self, siblings: Sequence[Request]) -> int:
-        """How many of the requests, in order, have room to come back and to grow."""
-        holdings, tables = self._holdings, self._holdings.tables
-        num_others = 0 if holdings.is_awaited(siblings[0]) else len(holdings.running)
+        """How many of the requests, in order, have room when no other request runs."""
+        num_free = self._holdings.tables.block_pool.num_free
+        num_fitting = 0
+        for count, needed in enumerate(self._needed_blocks(siblings), 1):
+            # One that comes alone has its next slot among its new blocks.
+            headroom = count if count > 1 else 0
+            if count > len(self._holdings.free_slots) or needed + headroom > num_free:
+                break
+            num_fitting = count
+        return num_fitting
+
+    def _needed_blocks(self, siblings: Sequence[Request]) -> Iterator[int]:
+        """Yield how many free blocks the first, the first two... of the requests need at once.
+
+        Room to grow is not counted in.
+        """
+        tables = self._holdings.tables
         placed: set[int] = set()
         num_new = 0
-        for count, request in enumerate(siblings, 1):
+        for request in siblings:
             assert request.swapped is not None
             table = request.swapped.tables[request]
             num_held = sum(map(tables.is_held, self._known_blocks(request)))
             placed.update(table[num_held:])
             num_new += tables.num_blocks(request.num_tokens) - len(table)
-            # One that comes alone has its next slot among its new blocks.
-            headroom = num_others + (count if num_others or count > 1 else 0)
-            is_too_much = len(placed) + num_new + headroom > tables.block_pool.num_free
-            if count > len(holdings.free_slots) or is_too_much:
-                return count - 1
-        return len(siblings)
+            yield len(placed) + num_new
 
     def _known_blocks(self, request: Request) -> list[int]:
         """Blocks of the pool that have the beginning of what a swapped request had computed."""

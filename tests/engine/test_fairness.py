@@ -6,6 +6,7 @@ import pytest
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.scheduling import prefix_cache
+from jpaged.scheduling.holdings import Holdings
 from tests.engine.scripted_runner import ScriptedRunner
 from tests.engine.test_engine_machine import make_engine
 from tests.engine.test_scripted_engine import PROMPT, added, assert_answered, run, sampling
@@ -123,6 +124,33 @@ def test_a_blocked_request_is_not_looked_at_in_every_step(monkeypatch):
     assert matches[request] == 1
     run(engine)
     assert calls["root_digest"] == 2  # once a request
+
+
+def test_blocked_siblings_in_host_memory_are_not_looked_at_in_every_step(monkeypatch):
+    """Neither what they find in the prefix cache nor what they share with each other."""
+    matches = Counter()
+    match = Holdings.match
+    monkeypatch.setattr(
+        Holdings, "match", lambda self, request: matches.update(["match"]) or match(self, request)
+    )
+    runner = ScriptedRunner(
+        num_blocks=16, block_size=4, num_slots=4, max_num_tokens=64, num_swap=40
+    )
+    engine = make_engine(runner, mode="swap")
+    first = added(engine, PROMPT, sampling(36))
+    group = added(engine, [5, *PROMPT], sampling(30, n=3, temperature=1.0))
+    while not engine.scheduler.num_swapped:
+        engine.step()
+    before, num_blocked = matches.total(), 0
+    while not first.is_finished:
+        assert engine.scheduler.num_swapped == 3
+        engine.step()
+        num_blocked += 1
+    assert num_blocked >= 10, "they came back at once"
+    assert matches.total() - before == 3
+    run(engine)
+    assert_answered(first, PROMPT)
+    assert_answered(group, [5, *PROMPT])
 
 
 def test_waiting_requests_leave_in_any_order_at_once():
