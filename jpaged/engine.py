@@ -68,13 +68,7 @@ class Engine:
         Raises `RequestError` that names the field at fault.
         """
         group = self.inputs.request(request_id, prompt, params, arrival_time=arrival_time)
-        self.scheduler.check_fits(group.num_prompt_tokens)
-        if group.policy.waits_for_siblings and len(group.requests) > self.max_num_seqs:
-            raise RequestError(
-                f"beam_width {len(group.requests)} is more than max_num_seqs, {self.max_num_seqs}: "
-                "beams run together. Choose a smaller beam_width or start with more max_num_seqs.",
-                param="beam_width",
-            )
+        self.scheduler.limits.check(group.requests[0])
         return group
 
     def add_request(self, group: RequestGroup) -> None:

@@ -12,12 +12,12 @@ the device has seen yet (`Request.num_in_flight_tokens`).
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from jpaged.errors import RequestError
 from jpaged.outputs import FinishReason
 from jpaged.scheduling.admission import Admission
 from jpaged.scheduling.block_pool import BlockPool
 from jpaged.scheduling.block_tables import BlockTables
 from jpaged.scheduling.holdings import Holdings
+from jpaged.scheduling.pool_limits import PoolLimits
 from jpaged.scheduling.preemption import Preemption
 from jpaged.scheduling.request import Request, RequestStatus
 from jpaged.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
@@ -48,25 +48,16 @@ class Scheduler:
             SwapSpace.none() if swap_space is None else swap_space,
             max_num_seqs=max_num_seqs,
         )
+        self.limits = PoolLimits(
+            num_slots=max_num_seqs, num_blocks=block_pool.num_blocks, block_size=block_size
+        )
         self._admission = Admission(self.holdings)
         self._preemption = Preemption(self.holdings)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `RequestError` if the whole pool could not hold its prompt."""
-        self.check_fits(request.num_prompt_tokens)
+        """Queue a request. Raises `RequestError` if it can never run; see `PoolLimits.check`."""
+        self.limits.check(request)
         self.waiting.append(request)
-
-    def check_fits(self, num_prompt_tokens: int) -> None:
-        """Raise `RequestError` if the whole pool could not hold a prompt of so many tokens."""
-        # The token that the prompt's step samples needs no room unless it is computed in turn.
-        needed, total = self.tables.num_blocks(num_prompt_tokens), self.block_pool.num_blocks
-        if needed > total:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens and needs {needed} KV blocks of "
-                f"{self.tables.block_size} tokens, but the whole pool has {total}. Shorten the "
-                "prompt or start the engine with a larger KV cache.",
-                param="prompt",
-            )
 
     def schedule(self) -> ScheduledBatch:
         """Plan the next step. Everything planned before must have been launched."""

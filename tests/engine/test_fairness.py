@@ -1,10 +1,12 @@
 """What one request may cost the others: slots, blocks, and the scheduler's time."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from jpaged.beam_search_params import BeamSearchParams
+from jpaged.errors import RequestError
 from jpaged.scheduling import prefix_cache
 from jpaged.scheduling.holdings import Holdings
 from tests.engine.scripted_runner import ScriptedRunner
@@ -168,3 +170,33 @@ def test_waiting_requests_leave_in_any_order_at_once():
         del kind.__eq__
     assert compared["=="] < 10 * len(groups)
     run(engine)
+
+
+@pytest.mark.parametrize("length", [5, 7, 8, 9])
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_beams_that_can_never_run_together_are_refused(length, width):
+    """One block less than for a beam's first token each; with as many, tokens are computed."""
+    prompt = [(3 * index) % 7 for index in range(length)]
+    needed = length // 4 + width
+
+    def engine_with(num_blocks):
+        runner = ScriptedRunner(num_blocks=num_blocks, block_size=4, num_slots=4, max_num_tokens=64)
+        return make_engine(runner)
+
+    params = BeamSearchParams(beam_width=width, max_tokens=9, ignore_eos=True)
+    engine = engine_with(needed)
+    group = added(engine, prompt, params)
+    run(engine)
+    assert all(len(each.token_ids) > 1 for each in group.output().outputs)
+    engine = engine_with(needed - 1)
+    message = (
+        rf"beam_width {width} needs at least {needed} KV blocks .* whole pool has {needed - 1}\. "
+        "Choose a smaller beam_width"
+    )
+    if length <= 4 * (needed - 1):
+        with pytest.raises(RequestError, match=message) as error:
+            added(engine, prompt, params)
+        assert error.value.param == "beam_width"
+        group = added(engine, prompt, replace(params, max_tokens=1))
+        run(engine)
+        assert len(group.output().outputs) == width
