@@ -14,8 +14,8 @@ class Holdings:
     """Keeps places in the queue, slots and blocks of requests in step with each other.
 
     A waiting request holds a place in the queue, and host memory if it was swapped out. A running
-    one holds a slot of the device's arrays, and blocks. `waiting` is in order of arrival, and so
-    is `running`: all that run arrived earlier.
+    one holds a slot of the device's arrays, and blocks. `waiting` is in order of arrival and
+    `running` in order of start; these orders differ only where requests have overtaken a search.
     """
 
     def __init__(self, tables: BlockTables, swap_space: SwapSpace, *, max_num_seqs: int) -> None:

@@ -51,7 +51,7 @@ class Scheduler:
         self.limits = PoolLimits(
             num_slots=max_num_seqs, num_blocks=block_pool.num_blocks, block_size=block_size
         )
-        self._admission = Admission(self.holdings)
+        self._admission = Admission(self.holdings, max_overtaking=max_num_seqs)
         self._preemption = Preemption(self.holdings)
 
     def add(self, request: Request) -> None:

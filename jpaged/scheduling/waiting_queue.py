@@ -19,9 +19,6 @@ class WaitingQueue:
     def append(self, request: Request) -> None:
         self._requests[request] = None
 
-    def popleft(self) -> Request:
-        return self._requests.popitem(last=False)[0]
-
     def append_first(self, request: Request) -> None:
         """Put a preempted request before all that arrived later."""
         self._requests[request] = None

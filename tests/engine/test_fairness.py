@@ -10,7 +10,7 @@ from jpaged.errors import RequestError
 from jpaged.scheduling import prefix_cache
 from jpaged.scheduling.holdings import Holdings
 from tests.engine.scripted_runner import ScriptedRunner
-from tests.engine.test_engine_machine import make_engine
+from tests.engine.test_engine_machine import expected_beams, make_engine
 from tests.engine.test_scripted_engine import PROMPT, added, assert_answered, run, sampling
 
 
@@ -200,3 +200,42 @@ def test_beams_that_can_never_run_together_are_refused(length, width):
         group = added(engine, prompt, replace(params, max_tokens=1))
         run(engine)
         assert len(group.output().outputs) == width
+
+
+def test_a_search_starts_with_all_its_beams():
+    """Four beams on four slots, one of which is taken: others use the slots meanwhile."""
+    runner = ScriptedRunner(num_blocks=100, block_size=4, num_slots=4, max_num_tokens=32)
+    engine = make_engine(runner)
+    long = added(engine, [1, 2], sampling(40))
+    params = BeamSearchParams(beam_width=4, max_tokens=8, ignore_eos=True)
+    search = added(engine, PROMPT, params)
+    short = [added(engine, [3, index], sampling(3)) for index in range(4)]
+    while not search.is_finished:
+        engine.step()
+        slots = {each.slot for each in search.requests}
+        assert slots == {None} or long.is_finished
+        assert not long.is_finished or all(each.is_finished for each in short)
+    answers = [(each.token_ids, each.score) for each in search.output().outputs]
+    assert answers == expected_beams(PROMPT, params)
+    for index, each in enumerate(short):
+        assert_answered(each, [3, index])
+
+
+@pytest.mark.parametrize("num_blocks,width", [(12, 3), (100, 4)], ids=["blocks", "slots"])
+def test_a_search_is_not_overtaken_for_ever(num_blocks, width):
+    """However many younger requests come, no more than there are slots start before it."""
+    runner = ScriptedRunner(num_blocks=num_blocks, block_size=4, num_slots=4, max_num_tokens=32)
+    engine = make_engine(runner, cache=False)
+    added(engine, [1, 2] * 14, sampling(10))
+    params = BeamSearchParams(beam_width=width, max_tokens=8, ignore_eos=True)
+    search = added(engine, PROMPT, params)
+    younger = []
+    while not any(each.slot is not None for each in search.requests):
+        assert len(younger) < 100, "it waits for ever"
+        younger.append(added(engine, [3, len(younger) % 7], sampling(4 + len(younger) % 3)))
+        engine.step()
+    started = [each for each in younger if each.requests[0].first_scheduled_time is not None]
+    assert 0 < len(started) <= 4
+    run(engine)
+    answers = [(each.token_ids, each.score) for each in search.output().outputs]
+    assert answers == expected_beams(PROMPT, params)
