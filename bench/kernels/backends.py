@@ -18,6 +18,7 @@ from jpaged.execution.attention_choice import (
     reason_against,
     with_measured_sizes,
 )
+from jpaged.target import detect_target
 from pallas_kernels.paged_attention import PagedAttention
 from pallas_kernels.testing import AttentionShape
 
@@ -26,8 +27,8 @@ BACKENDS = ("triton", "pallas-tpu", "xla")
 
 def default_block_size(config: EngineConfig, shape: AttentionShape, pool_dtype: jnp.dtype) -> int:
     """Block size that an engine chooses on this machine's first device."""
-    device = jax.local_devices()[0]
-    attention = make_backend(PLATFORM_BACKENDS.get(device.platform, "xla"), shape, device)
+    target = detect_target()
+    attention = make_backend(PLATFORM_BACKENDS.get(target.platform, "xla"), shape, target)
     return choose_block_size(config, attention, shape, pool_dtype)
 
 
@@ -37,18 +38,18 @@ def backend_contender(name: str, case: Case, inputs: CaseInputs, *, tuning_file:
     Raises `NotApplicable`, on a CPU for all kernels: the time of an interpreter says nothing.
     """
     attention = backend_for(name, case)
-    device = jax.local_devices()[0]
+    target = detect_target()
     attention = with_measured_sizes(
-        attention, tuning_file, case.shape, device, case.pool_dtype, case.block_size
+        attention, tuning_file, case.shape, target, case.pool_dtype, case.block_size
     )
     return attention_contender(attention, case, in_layout_of(attention, inputs))
 
 
 def backend_for(name: str, case: Case) -> PagedAttention:
     """Make a backend with unmeasured sizes. Raises `NotApplicable`."""
-    device = jax.local_devices()[0]
-    attention = make_backend(name, case.shape, device)
-    reason = reason_against(attention, device, case.pool_dtype, case.block_size)
+    target = detect_target()
+    attention = make_backend(name, case.shape, target)
+    reason = reason_against(attention, target, case.pool_dtype, case.block_size)
     if reason is not None:
         raise NotApplicable(reason)
     return attention

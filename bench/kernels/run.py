@@ -23,6 +23,7 @@ from jpaged.bench.kernels.timing import Ceilings, measure_ceilings
 from jpaged.bench.kernels.tuning import tune_kernels
 from jpaged.execution.attention_choice import read_tuning_file
 from jpaged.startup.load_engine import compute_dtype, kv_cache_dtype
+from jpaged.target import detect_target
 from pallas_kernels.paged_attention.tuning import SHIPPED_FILE
 from pallas_kernels.testing import TOLERANCES
 
@@ -54,11 +55,12 @@ class Result:
 def bench_kernels(options: KernelsOptions) -> None:
     """Print all results, and write them to a file if the options name one."""
     config = options.engine_config()
-    dtype = compute_dtype(config)
+    target = detect_target()
+    dtype = compute_dtype(config, target)
     pool_dtype = kv_cache_dtype(config, dtype)
     cases = select_cases(
         options.shapes,
-        is_cpu=jax.default_backend() == "cpu",
+        is_cpu=target.is_cpu,
         dtype=dtype,
         pool_dtype=pool_dtype,
         choose_block_size=lambda shape: default_block_size(config, shape, pool_dtype),
@@ -71,8 +73,8 @@ def bench_kernels(options: KernelsOptions) -> None:
         read_tuning_file(tuning_file)  # mistakes in it come before anything is measured
     ceilings = measure_ceilings(dtype, seconds=options.seconds)
     machine = {
-        "device": jax.local_devices()[0].device_kind,
-        "platform": jax.default_backend(),
+        "device": target.device_kind,
+        "platform": target.platform,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "dtype": dtype.name,

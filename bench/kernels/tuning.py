@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import jax
-
 from jpaged.bench.kernels.backends import attention_contender, backend_for, in_layout_of
 from jpaged.bench.kernels.cases import Case, draw_inputs
 from jpaged.bench.kernels.contenders import NotApplicable, describe_failure
 from jpaged.bench.kernels.reference import WrongAnswer, checked_seconds, reference
 from jpaged.errors import ConfigError
 from jpaged.execution.attention_choice import read_tuning_file, reason_against, tuning_key
+from jpaged.target import detect_target
 from pallas_kernels.paged_attention import MosaicPagedAttention, TritonPagedAttention
 from pallas_kernels.paged_attention.sizes import choices_of
 from pallas_kernels.paged_attention.tuning import (
@@ -125,8 +124,8 @@ def _with_sizes(
     attention: MosaicPagedAttention | TritonPagedAttention, sizes: Sizes, case: Case
 ) -> MosaicPagedAttention | TritonPagedAttention:
     measured = replace(attention, measured=sizes)
-    device = jax.local_devices()[0]
-    reason = reason_against(measured, device, case.pool_dtype, case.block_size)
+    target = detect_target()
+    reason = reason_against(measured, target, case.pool_dtype, case.block_size)
     if reason is not None:
         raise NotApplicable(reason)
     return measured
@@ -167,7 +166,7 @@ def _difference(sizes: Sizes, chosen: Sizes) -> str:
 
 
 def _group_by_key(cases: Sequence[Case]) -> dict[TuningKey, list[Case]]:
-    device = jax.local_devices()[0]
+    target = detect_target()
     groups: dict[TuningKey, list[Case]] = {}
     reasons: dict[str, str] = {}
     for name in SIZES:
@@ -177,12 +176,12 @@ def _group_by_key(cases: Sequence[Case]) -> dict[TuningKey, list[Case]]:
             except NotApplicable as reason:
                 reasons[name] = str(reason)
                 continue
-            parts = case.shape, device, case.pool_dtype, case.block_size
+            parts = case.shape, target, case.pool_dtype, case.block_size
             groups.setdefault(tuning_key(name, *parts), []).append(case)
     if not groups:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise ConfigError(
-            f"--tune: there is nothing to tune on this device ({device.device_kind}). {listed}."
+            f"--tune: there is nothing to tune on this device ({target.device_kind}). {listed}."
         )
     return groups
 

@@ -1,14 +1,14 @@
 """Which implementation of paged attention a device gets, and in which sizes."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.target import Target
 from pallas_kernels.paged_attention import (
     MosaicPagedAttention,
     PagedAttention,
@@ -39,19 +39,19 @@ class AttentionHeads(Protocol):
 
 
 def choose_attention(
-    config: EngineConfig, model: AttentionHeads, kv_dtype: jnp.dtype, device: Any
+    config: EngineConfig, model: AttentionHeads, kv_dtype: jnp.dtype, target: Target
 ) -> PagedAttention:
     """The backend that an option names, or the one of the device. A backend that cannot do it is
     no reason to take a slower one: that is refused, and the user decides."""
     name = config.attention_backend
     if name == "auto":
-        name = PLATFORM_BACKENDS.get(device.platform, "xla")
-    attention = make_backend(name, model, device, interpret=device.platform == "cpu")
+        name = PLATFORM_BACKENDS.get(target.platform, "xla")
+    attention = make_backend(name, model, target, interpret=target.is_cpu)
     block_size = choose_block_size(config, attention, model, kv_dtype)
-    reason = reason_against(attention, device, kv_dtype, block_size)
+    reason = reason_against(attention, target, kv_dtype, block_size)
     if reason is None:
         path = _tuning_file(config, attention)
-        return with_measured_sizes(attention, path, model, device, kv_dtype, block_size)
+        return with_measured_sizes(attention, path, model, target, kv_dtype, block_size)
     message = f"attention_backend {config.attention_backend!r} means {name!r} here, but {reason}."
     if name != "xla":
         message += " Set attention_backend to 'xla', which is slower but can do it."
@@ -59,7 +59,7 @@ def choose_attention(
 
 
 def make_backend(
-    name: str, model: AttentionHeads, device: Any, *, interpret: bool = False
+    name: str, model: AttentionHeads, target: Target, *, interpret: bool = False
 ) -> PagedAttention:
     """With the sizes that are chosen where nothing was measured."""
     if name == "xla":
@@ -67,7 +67,7 @@ def make_backend(
     group = model.num_heads // model.num_kv_heads
     if name == "triton":
         return TritonPagedAttention(group=group, head_dim=model.head_dim, interpret=interpret)
-    sizes = chip_sizes(device.device_kind)
+    sizes = chip_sizes(target.device_kind)
     return MosaicPagedAttention(
         num_kv_heads=model.num_kv_heads,
         group=group,
@@ -98,14 +98,14 @@ def _tuning_file(config: EngineConfig, attention: PagedAttention) -> Path:
 
 
 def reason_against(
-    attention: PagedAttention, device: Any, kv_dtype: jnp.dtype, block_size: int
+    attention: PagedAttention, target: Target, kv_dtype: jnp.dtype, block_size: int
 ) -> str | None:
     """Why the backend cannot serve such a pool on the device, if so."""
     return attention.supports(
         block_size=block_size,
         dtype=kv_dtype,
-        platform=device.platform,
-        compute_capability=compute_capability(device),
+        platform=target.platform,
+        compute_capability=target.compute_capability,
     )
 
 
@@ -113,19 +113,19 @@ def with_measured_sizes(
     attention: PagedAttention,
     path: Path,
     model: AttentionHeads,
-    device: Any,
+    target: Target,
     kv_dtype: jnp.dtype,
     block_size: int,
 ) -> PagedAttention:
     """The backend with the sizes that a file has for it, if any. Raises `ConfigError`."""
     if not isinstance(attention, MosaicPagedAttention | TritonPagedAttention):
         return attention
-    key = tuning_key(attention.name, model, device, kv_dtype, block_size)
+    key = tuning_key(attention.name, model, target, kv_dtype, block_size)
     sizes = read_tuning_file(path).get(key)
     if sizes is None:
         return attention
     measured = replace(attention, measured=sizes)
-    reason = reason_against(measured, device, kv_dtype, block_size)
+    reason = reason_against(measured, target, kv_dtype, block_size)
     if reason is not None:
         raise ConfigError(f"{path}, entry of {key}: {reason}. Correct the entry, or remove it.")
     return measured
@@ -140,10 +140,10 @@ def read_tuning_file(path: Path) -> dict[TuningKey, Sizes]:
 
 
 def tuning_key(
-    backend: str, model: AttentionHeads, device: Any, kv_dtype: jnp.dtype, block_size: int
+    backend: str, model: AttentionHeads, target: Target, kv_dtype: jnp.dtype, block_size: int
 ) -> TuningKey:
     return TuningKey(
-        device=device.device_kind,
+        device=target.device_kind,
         backend=backend,
         num_kv_heads=model.num_kv_heads,
         group=model.num_heads // model.num_kv_heads,
@@ -151,12 +151,3 @@ def tuning_key(
         pool_dtype=kv_dtype.name,
         block_size=block_size,
     )
-
-
-def compute_capability(device: Any) -> tuple[int, int] | None:
-    """Of an NVIDIA card, e.g. (8, 0); None for anything else."""
-    version = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", version):
-        return None
-    major, minor = map(int, version.split("."))
-    return major, minor

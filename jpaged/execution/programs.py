@@ -30,6 +30,7 @@ from jpaged.execution.step_inputs import (
     unpack_sampling,
 )
 from jpaged.models.loading import Model
+from jpaged.target import Target
 from pallas_kernels.paged_attention import PagedAttention, kv_slots
 
 MAX_COMPILE_THREADS = 8
@@ -50,6 +51,7 @@ class ProgramSpec:
     bucket_growth: how many times larger each size of a program is than the one before.
     """
 
+    target: Target
     model: Model
     attention: PagedAttention
     kv_cache: KVCacheSpec
@@ -140,7 +142,8 @@ def lower_sample(spec: ProgramSpec, num_rows: int) -> Lowered:
     def sample_rows(params, hidden, last_token, ints, floats):
         inputs = unpack_sampling(ints, floats)
         logits = spec.model.merge(params).logits(hidden[:num_rows])
-        samples = sample(logits, inputs, jax.random.key(spec.seed))
+        key = jax.random.key(spec.seed)
+        samples = sample(logits, inputs, key, unroll=not spec.target.is_cpu)
         return samples, last_token.at[inputs.slots].set(samples.tokens, mode="drop")
 
     hidden = (spec.num_slots, spec.model.config.hidden_size)

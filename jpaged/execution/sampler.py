@@ -40,9 +40,19 @@ class Samples:
     top_logprobs: Float[Array, "S P"]
 
 
-def sample(logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Array, ""]) -> Samples:
-    """The next token of each row. Rows with temperature 0 take the most likely one."""
-    tokens = sample_tokens(logits, inputs, base_key)
+def sample(
+    logits: Float[Array, "S V"],
+    inputs: SamplingInput,
+    base_key: Key[Array, ""],
+    *,
+    unroll: bool,
+) -> Samples:
+    """The next token of each row. Rows with temperature 0 take the most likely one.
+
+    unroll: leave no loops. A loop would leave the CUDA graph of the step; on a CPU, unrolling only
+        costs time to compile.
+    """
+    tokens = sample_tokens(logits, inputs, base_key, unroll=unroll)
     num_rows, num_top = logits.shape[0], min(MAX_REPORTED_TOKENS, logits.shape[1])
 
     no_logprobs = jnp.zeros((num_rows, num_top), jnp.float32)
@@ -70,7 +80,11 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Arr
 
 
 def sample_tokens(
-    logits: Float[Array, "S V"], inputs: SamplingInput, base_key: Key[Array, ""]
+    logits: Float[Array, "S V"],
+    inputs: SamplingInput,
+    base_key: Key[Array, ""],
+    *,
+    unroll: bool,
 ) -> Int[Array, "S"]:
     greedy = argmax(logits)
     is_greedy = inputs.temperature == 0
@@ -79,11 +93,12 @@ def sample_tokens(
         temperature = jnp.where(is_greedy, 1.0, inputs.temperature)
         scaled = logits / temperature[:, None]
         has_filter = (inputs.top_k > 0) | (inputs.top_p < 1)
-        kept = lax.cond(
-            jnp.any(has_filter & ~is_greedy),
-            lambda: top_p_filter(top_k_filter(scaled, inputs.top_k), inputs.top_p),
-            lambda: scaled,
-        )
+
+        def filtered() -> Float[Array, "S V"]:
+            candidates = top_k_filter(scaled, inputs.top_k, unroll=unroll)
+            return top_p_filter(candidates, inputs.top_p, unroll=unroll)
+
+        kept = lax.cond(jnp.any(has_filter & ~is_greedy), filtered, lambda: scaled)
         drawn = argmax(kept + gumbel_noise(inputs, base_key, logits.shape[1]))
         return jnp.where(is_greedy, greedy, drawn)
 
@@ -112,7 +127,9 @@ def gumbel_noise(
     return jax.vmap(row_noise)(inputs.seeds_low, inputs.seeds_high, inputs.positions)
 
 
-def top_k_filter(logits: Float[Array, "S V"], top_k: Int[Array, "S"]) -> Float[Array, "S V"]:
+def top_k_filter(
+    logits: Float[Array, "S V"], top_k: Int[Array, "S"], *, unroll: bool
+) -> Float[Array, "S V"]:
     """Keep the k largest values of each row; k of 0, below 0 or above V keeps all."""
     vocab_size = logits.shape[1]
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
@@ -121,12 +138,14 @@ def top_k_filter(logits: Float[Array, "S V"], top_k: Int[Array, "S"]) -> Float[A
     def is_enough(candidate: UInt32[Array, "S"]) -> Bool[Array, "S"]:
         return (bits >= candidate[:, None]).sum(axis=1, dtype=jnp.int32) >= wanted
 
-    threshold = _largest_threshold(is_enough, logits.shape[0])[:, None]
+    threshold = _largest_threshold(is_enough, logits.shape[0], unroll=unroll)[:, None]
     num_above = (bits > threshold).sum(axis=1, dtype=jnp.int32)
     return _keep(logits, bits, threshold, wanted - num_above)
 
 
-def top_p_filter(logits: Float[Array, "S V"], top_p: Float[Array, "S"]) -> Float[Array, "S V"]:
+def top_p_filter(
+    logits: Float[Array, "S V"], top_p: Float[Array, "S"], *, unroll: bool
+) -> Float[Array, "S V"]:
     """Keep the fewest tokens, most likely first, whose probabilities add up to top_p (Holtzman
     et al. 2020); at least one. Tokens at -inf stay out; top_p of 1 keeps the row as it is."""
     probabilities = jax.nn.softmax(logits, axis=1)
@@ -136,7 +155,7 @@ def top_p_filter(logits: Float[Array, "S V"], top_p: Float[Array, "S"]) -> Float
         mass = jnp.where(bits >= candidate[:, None], probabilities, 0).sum(axis=1)
         return mass >= top_p
 
-    threshold = _largest_threshold(is_enough, logits.shape[0])[:, None]
+    threshold = _largest_threshold(is_enough, logits.shape[0], unroll=unroll)[:, None]
     mass_above = jnp.where(bits > threshold, probabilities, 0).sum(axis=1)
     at_threshold = jnp.where(bits == threshold, probabilities, 0).max(axis=1)
     num_ties = jnp.ceil((top_p - mass_above) / jnp.maximum(at_threshold, 1e-30))
@@ -153,15 +172,13 @@ def _ordered_bits(values: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _largest_threshold(is_enough, num_rows: int) -> UInt32[Array, "S"]:
+def _largest_threshold(is_enough, num_rows: int, *, unroll: bool) -> UInt32[Array, "S"]:
     """The largest integer for which `is_enough` holds, bit by bit; 0 where it never does."""
 
     def step(iteration: Array, threshold: Array) -> Array:
         candidate = threshold | lax.shift_left(jnp.uint32(1), jnp.uint32(31) - iteration)
         return jnp.where(is_enough(candidate), candidate, threshold)
 
-    # A loop would leave the CUDA graph of the step; on a CPU, unrolling only costs compile time.
-    unroll = jax.default_backend() != "cpu"
     start = jnp.zeros(num_rows, jnp.uint32)
     return lax.fori_loop(jnp.uint32(0), jnp.uint32(32), step, start, unroll=unroll)
 

@@ -3,10 +3,9 @@
 import os
 from dataclasses import dataclass
 
-import jax
-
 from jpaged.config import GIB
 from jpaged.startup.host_memory import host_memory_limit
+from jpaged.target import Target
 
 # XLA reads these when a backend starts. The second one is the first one's old name.
 GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -37,16 +36,16 @@ def reserve_gpu_memory(utilization: float) -> None:
         os.environ[GPU_FRACTION_VARIABLES[0]] = str(utilization)
 
 
-def device_memory(utilization: float) -> DeviceMemory:
-    """Memory of the first device; of a CPU, what this process may use of the machine's."""
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
+def device_memory(target: Target, utilization: float) -> DeviceMemory:
+    """Memory of one device; of a CPU, what this process may use of the machine's."""
+    limit, taken = target.memory_bytes, target.bytes_in_use()
+    if limit is None:
         return DeviceMemory(host_memory_limit(), utilization, CPU_PROCESS_BYTES, "host memory")
-    limit, taken = stats["bytes_limit"], stats.get("bytes_in_use", 0)
-    if device.platform == "gpu":
+    if target.platform != "gpu":
+        return DeviceMemory(limit, utilization, taken, "device memory")
+    if target.devices:
         return DeviceMemory(limit, _share_of_reserved(utilization), taken, "reserved by XLA")
-    return DeviceMemory(limit, utilization, taken, "device memory")
+    return DeviceMemory(limit, utilization * SHARE_OF_RESERVED, taken, "device memory")
 
 
 def _share_of_reserved(utilization: float) -> float:

@@ -4,7 +4,6 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jpaged.config import NO_GENERATION_CONFIG, EngineConfig
@@ -30,6 +29,7 @@ from jpaged.startup.model_files import (
 )
 from jpaged.startup.program_cache import ProgramCache
 from jpaged.startup.step_limits import step_limits
+from jpaged.target import Target, detect_target
 from jpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -66,19 +66,21 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         generation, is_used=config.generation_config != NO_GENERATION_CONFIG
     )
     reserve_gpu_memory(config.gpu_memory_utilization)
-    cache = ProgramCache.open(config.compilation_cache_dir)
-    dtype = compute_dtype(config)
+    target = detect_target()
+    cache = ProgramCache.open(config.compilation_cache_dir, target)
+    dtype = compute_dtype(config, target)
     kv_dtype = kv_cache_dtype(config, dtype)
-    attention = choose_attention(config, model_config, kv_dtype, jax.local_devices()[0])
+    attention = choose_attention(config, model_config, kv_dtype, target)
     source = open_weights(files)
     model = abstract_model(with_stored_head(model_config, source), dtype)
     spec, max_model_len = plan_memory(
         config,
+        target,
         model,
         attention,
-        step_limits(config, jax.default_backend()),
-        device_memory(config.gpu_memory_utilization),
-        cache.compile,
+        step_limits(config, target.platform),
+        device_memory(target, config.gpu_memory_utilization),
+        compile_program=cache.compile,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
     )
@@ -103,10 +105,10 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     return LoadedEngine(engine, model_name, tokenizer, max_model_len, defaults)
 
 
-def compute_dtype(config: EngineConfig) -> jnp.dtype:
+def compute_dtype(config: EngineConfig, target: Target) -> jnp.dtype:
     """XLA's bfloat16 matmuls are many times slower than float32 ones on CPUs."""
     if config.dtype == "auto":
-        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        return jnp.dtype("float32" if target.is_cpu else "bfloat16")
     return jnp.dtype(config.dtype)
 
 

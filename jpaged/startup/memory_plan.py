@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 
 from jpaged.config import GIB, EngineConfig
@@ -23,6 +22,7 @@ from jpaged.models.loading import Model
 from jpaged.startup.device_memory import DeviceMemory
 from jpaged.startup.host_memory import host_memory_limit
 from jpaged.startup.step_limits import StepLimits
+from jpaged.target import Target
 from pallas_kernels.paged_attention import PagedAttention
 
 DEFAULT_SWAP_BYTES = 4 * GIB
@@ -63,12 +63,13 @@ class MemoryBudget:
 
 def plan_memory(
     config: EngineConfig,
+    target: Target,
     model: Model,
     attention: PagedAttention,
     limits: StepLimits,
     memory: DeviceMemory,
-    compile_program: CompileProgram,
     *,
+    compile_program: CompileProgram,
     kv_dtype: jnp.dtype,
     max_model_len: int,
 ) -> tuple[ProgramSpec, int]:
@@ -79,6 +80,7 @@ def plan_memory(
     block_size = choose_block_size(config, attention, model.config, kv_dtype)
     make_kv_cache = partial(kv_cache_spec, model.config, attention, kv_dtype, block_size=block_size)
     spec = ProgramSpec(
+        target=target,
         model=model,
         attention=attention,
         kv_cache=make_kv_cache(num_blocks=1),
@@ -88,7 +90,8 @@ def plan_memory(
         seed=config.seed,
         bucket_growth=config.bucket_growth,
     )
-    programs = measured_program_bytes(spec, compile_program) if _must_measure(config) else 0
+    must_measure = _must_measure(config, target)
+    programs = measured_program_bytes(spec, compile_program) if must_measure else 0
     budget = MemoryBudget(memory, model.num_bytes, programs)
     num_blocks = choose_num_blocks(config, budget, spec)
     num_blocks = fit_pool(config, attention, make_kv_cache(num_blocks=num_blocks))
@@ -97,16 +100,18 @@ def plan_memory(
         spec,
         kv_cache=make_kv_cache(num_blocks=num_blocks),
         num_table_blocks=-(-max_model_len // block_size),
-        num_swap_blocks=choose_num_swap_blocks(config, block_bytes=spec.kv_cache.block_bytes),
+        num_swap_blocks=choose_num_swap_blocks(
+            config, target, block_bytes=spec.kv_cache.block_bytes
+        ),
     )
     return spec, max_model_len
 
 
-def _must_measure(config: EngineConfig) -> bool:
+def _must_measure(config: EngineConfig, target: Target) -> bool:
     """Whether the pool's size depends on what programs need. On a CPU the cache takes a fixed
     share of the memory, next to which the programs' few megabytes do not count."""
     is_given = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
-    return not is_given and jax.default_backend() != "cpu"
+    return not is_given and not target.is_cpu
 
 
 def measured_program_bytes(spec: ProgramSpec, compile_program: CompileProgram) -> int:
@@ -132,7 +137,7 @@ def choose_num_blocks(config: EngineConfig, budget: MemoryBudget, spec: ProgramS
     if config.kv_cache_memory_bytes is not None:
         num_bytes, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
         _check_given(budget, source, num_bytes, num_bytes)
-    elif jax.default_backend() == "cpu":
+    elif spec.target.is_cpu:
         num_bytes = min(num_bytes, CPU_KV_CACHE_BYTES)
     # One more block is the sink of padding.
     num_blocks = num_bytes // block_bytes - 1
@@ -144,7 +149,7 @@ def choose_num_blocks(config: EngineConfig, budget: MemoryBudget, spec: ProgramS
             "missing. Raise kv_cache_memory_bytes or gpu_memory_utilization, use a smaller model, "
             "or run where there is more memory."
         )
-    if jax.default_backend() == "cpu" and not is_given:
+    if spec.target.is_cpu and not is_given:
         num_blocks = min(num_blocks, spec.num_slots * spec.num_table_blocks)
     logger.info(
         "KV cache: %s; %d blocks of %d tokens, %.2f GiB",
@@ -186,7 +191,11 @@ def fit_pool(config: EngineConfig, attention: PagedAttention, wanted: KVCacheSpe
 
 
 def choose_num_swap_blocks(
-    config: EngineConfig, *, block_bytes: int, memory_limit: Callable[[], int] = host_memory_limit
+    config: EngineConfig,
+    target: Target,
+    *,
+    block_bytes: int,
+    memory_limit: Callable[[], int] = host_memory_limit,
 ) -> int:
     """Blocks of preempted requests that host memory takes."""
     limit, wanted = memory_limit(), config.swap_space
@@ -199,7 +208,7 @@ def choose_num_swap_blocks(
         return 0
     if wanted is not None:
         num_bytes = int(wanted * GIB)
-    elif jax.default_backend() == "cpu" and config.preemption_mode == "auto":
+    elif target.is_cpu and config.preemption_mode == "auto":
         # The pool is in that memory itself: better have a larger one.
         return 0
     else:

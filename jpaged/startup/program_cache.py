@@ -10,9 +10,10 @@ import logging
 import os
 import stat
 import tempfile
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -21,6 +22,7 @@ from jax.stages import Compiled, Lowered
 from jpaged.errors import ConfigError
 from jpaged.startup.cache_folder import user_cache_folder
 from jpaged.startup.interruption import cleaned_up
+from jpaged.target import Target
 
 SUFFIX = ".program"
 # Settings outside of a program's text that change the code which XLA makes of it.
@@ -32,14 +34,19 @@ logger = logging.getLogger(__name__)
 class ProgramCache:
     """A folder of compiled programs; without a folder, everything is compiled. Thread-safe."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, target: Target) -> None:
         self._folder = folder
+        self._devices = target.devices
+        self._machine = _machine(target)
         self._is_writable = folder is not None
 
     @classmethod
-    def open(cls, folder: str | None) -> "ProgramCache":
-        """The cache in a folder, or in the user's cache folder. Where neither can be had, a warning
-        says so. Raises `ConfigError` for a folder that is something else."""
+    def open(cls, folder: str | None, target: Target) -> "ProgramCache":
+        """The cache in a folder, or in the user's cache folder, of programs for these devices.
+
+        Where neither folder can be had, a warning says so. Raises `ConfigError` for a folder that
+        is something else.
+        """
         try:
             path = user_cache_folder() / "programs" if folder is None else Path(folder)
             path.mkdir(parents=True, exist_ok=True)
@@ -51,8 +58,8 @@ class ProgramCache:
                     option="compilation_cache_dir",
                 ) from error
             _warn_about(error)
-            return cls(None)
-        return cls(path)
+            return cls(None, target)
+        return cls(path, target)
 
     def compile(self, lowered: Lowered) -> Compiled:
         """The compiled program, from its entry if there is a sound one."""
@@ -60,8 +67,8 @@ class ProgramCache:
         # Programs that call back into Python hold addresses of this process.
         if self._folder is None or "python" in text and "callback" in text:
             return lowered.compile()
-        path = self._folder / (_key(text, _signature(lowered)) + SUFFIX)
-        compiled = _load(path, lowered)
+        path = self._folder / (_key(text, _signature(lowered), self._machine) + SUFFIX)
+        compiled = _load(path, lowered, self._devices)
         if compiled is None:
             compiled = lowered.compile()
             self._keep(path, compiled)
@@ -96,18 +103,17 @@ def _signature(lowered: Lowered) -> str:
     return f"{lowered.args_info}\0{lowered.in_tree}\0{lowered.out_tree}"
 
 
-def _key(text: str, signature: str) -> str:
-    parts = [text, signature, jax.__version__, version("jaxlib"), _machine()]
+def _key(text: str, signature: str, machine: str) -> str:
+    parts = [text, signature, jax.__version__, version("jaxlib"), machine]
     parts += [os.environ.get(name, "") for name in COMPILER_VARIABLES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-@cache
-def _machine() -> str:
-    """What the compiler knows of the device; of a CPU, its instructions and its cores."""
-    device = jax.local_devices()[0]
-    parts = [device.platform, device.device_kind, device.client.platform_version]
-    if device.platform == "cpu":
+def _machine(target: Target) -> str:
+    """What the compiler knows of the devices; of a CPU, its instructions and its cores."""
+    parts = [target.platform, target.device_kind, str(target.mesh_shape)]
+    parts += [device.client.platform_version for device in target.devices[:1]]
+    if target.is_cpu:
         parts += [str(os.cpu_count()), *_cpu_features()]
     return "\0".join(parts)
 
@@ -120,7 +126,7 @@ def _cpu_features() -> list[str]:
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
-def _load(path: Path, lowered: Lowered) -> Compiled | None:
+def _load(path: Path, lowered: Lowered, devices: tuple[Any, ...]) -> Compiled | None:
     """The program in a file; None if there is no file, or no sound one."""
     try:
         stored = _read_regular_file(path)
@@ -135,10 +141,7 @@ def _load(path: Path, lowered: Lowered) -> Compiled | None:
         return None
     try:
         return deserialize_and_load(
-            content,
-            lowered.in_tree,
-            lowered.out_tree,
-            execution_devices=jax.local_devices()[:1],
+            content, lowered.in_tree, lowered.out_tree, execution_devices=devices
         )
     except Exception as error:  # made by a release that wrote something else under this key
         logger.info("%s cannot be loaded and is compiled again: %s", path, error)

@@ -16,13 +16,14 @@ from jpaged.bench.kernels.tuning import tune_kernels
 from jpaged.cli.main import main
 from jpaged.errors import ConfigError
 from jpaged.execution.attention_choice import make_backend, with_measured_sizes
+from jpaged.target import described_target
 from pallas_kernels.testing import AttentionShape
 
 FLOAT32 = jnp.dtype("float32")
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16)
 DECODES = Case("tiny", "decode", SHAPE, ((1, 20), (1, 40)), FLOAT32, FLOAT32, 16)
 MIXED = replace(DECODES, workload="mixed", rows=((1, 20), (5, 20)))
-V5E = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+V5E = described_target("v5e")
 MIB = 1 << 20
 
 
@@ -137,7 +138,7 @@ def test_tuning_goes_on_from_the_entry(costs, tune):
     costs.of = lambda sizes, case: 4 * MIB / sizes.fetch_bytes
     assert tune("pallas-tpu", DECODES)[0]["sizes"]["fetch_bytes"] == 8 * MIB
     attention = make_backend("pallas-tpu", SHAPE, V5E, interpret=True)
-    cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
+    cpu = described_target("cpu")
     measured = with_measured_sizes(attention, tune.path, SHAPE, cpu, FLOAT32, 16)
     assert measured.sizes(FLOAT32).fetch_bytes == 8 * MIB
     other = with_measured_sizes(attention, tune.path, SHAPE, cpu, FLOAT32, 32)

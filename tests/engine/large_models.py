@@ -24,6 +24,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear
 from jpaged.models.llama import Llama
 from jpaged.models.loading import Model
+from jpaged.target import Target
 from pallas_kernels.paged_attention import PagedAttention
 from tests.kernels.gpu_compiler import on
 
@@ -122,7 +123,7 @@ class Step:
     def on(self, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The program and its abstract arguments, of which the second one is to be donated."""
         model, params, axes = chip_model(self.config, mesh.size)
-        spec = self._program_spec(model)
+        spec = self._program_spec(model, mesh)
         shape = spec.forward_shape(self.num_tokens, decode_only=self.num_tokens == self.batch)
         pool_spec = _split_along(self.pool_axis)
         program = jax.shard_map(
@@ -140,7 +141,7 @@ class Step:
         )
         return program, arguments
 
-    def _program_spec(self, model: Model) -> ProgramSpec:
+    def _program_spec(self, model: Model, mesh: Mesh) -> ProgramSpec:
         block_size = self.attention.default_block_size(
             num_kv_heads=model.config.num_kv_heads,
             head_dim=model.config.head_dim,
@@ -154,7 +155,9 @@ class Step:
             num_blocks=self.batch * blocks,
             block_size=block_size,
         )
+        chip = mesh.devices.flat[0]
         return ProgramSpec(
+            target=Target(platform=chip.platform, device_kind=chip.device_kind),
             model=model,
             attention=self.attention,
             kv_cache=kv_cache,

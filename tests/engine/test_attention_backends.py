@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -13,18 +12,14 @@ from jpaged.errors import ConfigError
 from jpaged.execution.attention_choice import choose_attention, choose_block_size
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup.model_files import load_model_config, resolve_model
+from jpaged.target import Target, described_target
 from tests.random_llama import save_random_llama
 
-
-def device(platform, kind, **attributes):
-    return SimpleNamespace(platform=platform, device_kind=kind, **attributes)
-
-
-A100 = device("gpu", "NVIDIA A100-SXM4-80GB", compute_capability="8.0")
-V100 = device("gpu", "Tesla V100-SXM2-16GB", compute_capability="7.0")
-MI300 = device("gpu", "AMD Instinct MI300X", compute_capability="gfx942")
-CPU = device("cpu", "cpu")
-TPU = device("tpu", "TPU v5 lite")
+A100 = described_target("a100-80gb")
+V100 = Target(platform="gpu", device_kind="Tesla V100-SXM2-16GB", compute_capability=(7, 0))
+MI300 = Target(platform="gpu", device_kind="AMD Instinct MI300X")
+CPU = described_target("cpu")
+TPU = described_target("v5e")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +125,7 @@ def test_what_kernels_cannot_do_is_refused(choose, device, options, reason):
     [("TPU v4", 2 << 20), ("TPU v5 lite", 4 << 20), ("TPU v5", 8 << 20), ("TPU v6 lite", 8 << 20)],
 )
 def test_each_chip_has_its_sizes(choose, kind, fetch_bytes):
-    attention = choose(device("tpu", kind))
+    attention = choose(Target(platform="tpu", device_kind=kind))
     assert attention.sizes(jnp.dtype("bfloat16")).fetch_bytes == fetch_bytes
     assert attention.vmem_limit > 2 * fetch_bytes
 

@@ -1,6 +1,8 @@
 """Where memory goes: limits of containers, the share of a device, and what does not fit."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,10 +20,12 @@ from jpaged.startup.host_memory import host_memory_limit
 from jpaged.startup.memory_plan import MemoryBudget, choose_num_blocks, choose_num_swap_blocks
 from jpaged.startup.model_files import load_model_config, resolve_model
 from jpaged.startup.step_limits import StepLimits, step_limits
+from jpaged.target import described_target, detect_target
 from pallas_kernels.paged_attention import XlaPagedAttention
 from tests.random_llama import save_random_llama
 
 MACHINE = host_memory_limit(Path("/no/such/root"))
+CPU = described_target("cpu")
 SMALL = 64 * 1024 * 1024
 
 
@@ -88,7 +92,7 @@ def test_swap_space_is_a_share_of_what_the_container_has() -> None:
 
     def num_blocks(limit: int, **options: Any) -> int:
         config = EngineConfig(preemption_mode="swap", **options)
-        return choose_num_swap_blocks(config, block_bytes=1024, memory_limit=lambda: limit)
+        return choose_num_swap_blocks(config, CPU, block_bytes=1024, memory_limit=lambda: limit)
 
     assert num_blocks(GIB) == GIB // 8 // 1024
     assert num_blocks(64 * GIB) == 4 * GIB // 1024
@@ -102,6 +106,7 @@ def spec(folder: Path) -> ProgramSpec:
     config = load_model_config(resolve_model(str(folder)))
     dtype, attention = jnp.dtype("float32"), XlaPagedAttention()
     return ProgramSpec(
+        target=CPU,
         model=abstract_model(config, dtype),
         attention=attention,
         kv_cache=kv_cache_spec(config, attention, dtype, num_blocks=1, block_size=16),
@@ -112,17 +117,15 @@ def spec(folder: Path) -> ProgramSpec:
     )
 
 
-def test_devices_give_the_pool_all_they_may(
-    spec: ProgramSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_give_the_pool_all_they_may(spec: ProgramSpec) -> None:
     """Free memory keeps prefixes. On a CPU others need it, unless an option says how much."""
     budget = MemoryBudget(DeviceMemory(GIB, 0.9, 0, "host memory"), spec.model.num_bytes, 0)
     useful = spec.num_slots * spec.num_table_blocks
     assert choose_num_blocks(EngineConfig(), budget, spec) == useful
     given = EngineConfig(kv_cache_memory_bytes=GIB // 2)
     assert choose_num_blocks(given, budget, spec) == GIB // 2 // spec.kv_cache.block_bytes - 1
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    num_blocks = choose_num_blocks(EngineConfig(), budget, spec)
+    on_gpu = replace(spec, target=described_target("h200"))
+    num_blocks = choose_num_blocks(EngineConfig(), budget, on_gpu)
     assert (num_blocks + 2) * spec.kv_cache.block_bytes > budget.kv_cache
     assert num_blocks > 100 * useful
 
@@ -164,10 +167,13 @@ def test_the_share_of_a_gpu_is_what_xla_reserves(monkeypatch: pytest.MonkeyPatch
         """Share of the card."""
         reserve_gpu_memory(utilization)
         reserved = float(device_memory.os.environ.get(new) or device_memory.os.environ[old])
-        device = type("Device", (), {"platform": "gpu"})()
-        device.memory_stats = lambda: {"bytes_limit": int(card * reserved)}
+        device = SimpleNamespace(
+            platform="gpu",
+            device_kind="NVIDIA H200",
+            memory_stats=lambda: {"bytes_limit": int(card * reserved)},
+        )
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        memory = device_memory.device_memory(utilization)
+        memory = device_memory.device_memory(detect_target(), utilization)
         return memory.limit * memory.share / card
 
     for name in (new, old):
@@ -198,6 +204,6 @@ def test_sizes_of_steps_suit_the_device(
 
 def test_equal_starts_plan_equal_pools() -> None:
     """Whatever the process holds by then: a pool of another size would compile everything anew."""
-    before = device_memory.device_memory(0.9)
+    before = device_memory.device_memory(detect_target(), 0.9)
     ballast = bytearray(64 << 20)
-    assert device_memory.device_memory(0.9) == before and ballast
+    assert device_memory.device_memory(detect_target(), 0.9) == before and ballast

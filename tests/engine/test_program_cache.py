@@ -18,6 +18,7 @@ from jpaged.errors import CheckpointError, ConfigError
 from jpaged.startup import program_cache
 from jpaged.startup.demo_model import demo_model_file
 from jpaged.startup.program_cache import ProgramCache
+from jpaged.target import detect_target
 
 XS = jnp.arange(4.0)
 
@@ -41,6 +42,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.message for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+def open_cache(folder: str | None) -> ProgramCache:
+    return ProgramCache.open(folder, detect_target())
+
+
 def run(cache: ProgramCache, factor: float = 3.0) -> None:
     assert cache.compile(program(factor))(XS).tolist() == [0, factor, 2 * factor, 3 * factor]
 
@@ -53,10 +58,10 @@ def test_every_folder_gets_its_own_programs(tmp_path: Path, num_compiled: Any) -
     """Whatever folders other engines of the process use; names may be of any kind."""
     folders = [tmp_path / "one", tmp_path / "two words 漢字" / "below"]
     for folder in folders * 2:
-        run(ProgramCache.open(str(folder)))
+        run(open_cache(str(folder)))
         assert len(entries(folder)) == 1
     assert num_compiled() == 2
-    run(ProgramCache.open(str(folders[0])), factor=5.0)
+    run(open_cache(str(folders[0])), factor=5.0)
     assert num_compiled() == 3
     assert jax.config.jax_compilation_cache_dir is None
 
@@ -91,12 +96,12 @@ def test_damaged_entries_are_replaced(
     damage: Callable[[Path], None],
 ) -> None:
     """O-86: by the next start, which compiles them, and says nothing; a FIFO does not hang it."""
-    run(ProgramCache.open(str(tmp_path)))
+    run(open_cache(str(tmp_path)))
     [entry] = entries(tmp_path)
     sound = entry.read_bytes()
     damage(entry)
     for _ in range(2):
-        run(ProgramCache.open(str(tmp_path)))
+        run(open_cache(str(tmp_path)))
     assert num_compiled() == 2
     assert entries(tmp_path) == [entry] and len(entry.read_bytes()) == len(sound)
     assert not warnings(caplog)
@@ -104,10 +109,10 @@ def test_damaged_entries_are_replaced(
 
 def test_a_folder_in_the_place_of_an_entry(tmp_path: Path, caplog: Any) -> None:
     """O-86: it cannot be replaced: one warning."""
-    run(ProgramCache.open(str(tmp_path)))
+    run(open_cache(str(tmp_path)))
     [entry] = entries(tmp_path)
     replace_by(os.mkdir)(entry)
-    run(ProgramCache.open(str(tmp_path)))
+    run(open_cache(str(tmp_path)))
     assert len(warnings(caplog)) == 1
     assert entries(tmp_path) == [entry]
 
@@ -121,7 +126,7 @@ def test_a_full_disk_costs_one_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(program_cache.os, "replace", fail)
-    cache = ProgramCache.open(str(tmp_path))
+    cache = open_cache(str(tmp_path))
     for factor in (2.0, 3.0, 4.0):
         run(cache, factor)
     [warning] = warnings(caplog)
@@ -134,7 +139,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("file", "file/below"):
         with pytest.raises(ConfigError, match="compilation_cache_dir .* is not a folder") as error:
-            ProgramCache.open(str(tmp_path / name))
+            open_cache(str(tmp_path / name))
         assert error.value.option == "compilation_cache_dir"
 
 
@@ -149,9 +154,9 @@ def test_users_without_a_home(
 
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    run(ProgramCache.open(str(tmp_path)))
+    run(open_cache(str(tmp_path)))
     assert not warnings(caplog)
-    run(ProgramCache.open(None))
+    run(open_cache(None))
     [warning] = warnings(caplog)
     assert "no home" in warning and "compilation_cache_dir" in warning
     with pytest.raises(CheckpointError, match="no home folder .XDG_CACHE_HOME chooses another"):
@@ -165,7 +170,7 @@ def test_a_home_that_cannot_be_written(
     (tmp_path / ".cache").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    run(ProgramCache.open(None))
+    run(open_cache(None))
     assert len(warnings(caplog)) == 1
     with pytest.raises(CheckpointError, match=r"\.cache.*XDG_CACHE_HOME chooses another one"):
         demo_model_file()
@@ -175,9 +180,9 @@ def test_two_starts_at_once(tmp_path: Path) -> None:
     """O-86: both finish, and one entry is left."""
     code = (
         "import sys\n"
-        "from tests.engine.test_program_cache import ProgramCache, run\n"
+        "from tests.engine.test_program_cache import open_cache, run\n"
         "from pathlib import Path\n"
-        "for factor in (2.0, 3.0, 4.0): run(ProgramCache.open(sys.argv[1]), factor)\n"
+        "for factor in (2.0, 3.0, 4.0): run(open_cache(sys.argv[1]), factor)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     both = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(2)]
@@ -187,7 +192,7 @@ def test_two_starts_at_once(tmp_path: Path) -> None:
 
 def test_arguments_without_use_are_a_part_of_a_program(tmp_path: Path) -> None:
     """They are not in its text, but a compiled program refuses others than its own."""
-    cache = ProgramCache.open(str(tmp_path))
+    cache = open_cache(str(tmp_path))
     for size in (3, 5, 3):
         unused = jax.ShapeDtypeStruct((size,), jnp.float32)
         used = jax.ShapeDtypeStruct((4,), jnp.float32)

@@ -1,5 +1,7 @@
 """The sampler against float64 numpy, and the properties of its noise."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,8 +52,13 @@ def inputs(
     )
 
 
-run = jax.jit(sample_tokens)
-filtered = jax.jit(lambda logits, k, p: top_p_filter(top_k_filter(logits, k), p))
+run = jax.jit(partial(sample_tokens, unroll=False))
+reported = jax.jit(partial(sample, unroll=False))
+
+
+@jax.jit
+def filtered(logits, top_k, top_p):
+    return top_p_filter(top_k_filter(logits, top_k, unroll=False), top_p, unroll=False)
 
 
 def kept_by_oracle(logits, top_k, top_p):
@@ -180,7 +187,7 @@ def test_logprobs_are_those_of_the_model(temperature):
     params = inputs(
         6, temperature=temperature, top_k=5, num_logprobs=[-1, 0, 1, 5, 20, -1], targets=targets
     )
-    samples = jax.jit(sample)(jnp.array(logits), params, KEY)
+    samples = reported(jnp.array(logits), params, KEY)
     wide = logits.astype(np.float64)
     expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     np.testing.assert_array_equal(samples.tokens, run(jnp.array(logits), params, KEY))
@@ -194,7 +201,7 @@ def test_logprobs_are_those_of_the_model(temperature):
 
 def test_logprobs_cost_nothing_when_nobody_asks():
     logits = jnp.array(np.random.default_rng(5).normal(size=(2, 30)), jnp.float32)
-    samples = jax.jit(sample)(logits, inputs(2, temperature=0.0), KEY)
+    samples = reported(logits, inputs(2, temperature=0.0), KEY)
     assert not np.asarray(samples.logprobs).any() and not np.asarray(samples.top_ids).any()
 
 
@@ -203,7 +210,7 @@ def test_rows_that_want_their_own_token_pay_for_no_search():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 50)), jnp.float32)
 
     def report(num_logprobs):
-        return jax.jit(sample)(logits, inputs(3, num_logprobs=num_logprobs), KEY)
+        return reported(logits, inputs(3, num_logprobs=num_logprobs), KEY)
 
     own, all_of_them = report(np.array([0, -1, 0])), report(np.array([0, 2, 0]))
     np.testing.assert_array_equal(own.logprobs, all_of_them.logprobs)
