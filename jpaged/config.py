@@ -24,7 +24,10 @@ MIN_SEED, MAX_SEED = -(2**31), 2**32 - 1
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A dataclass field with the help text that the command line shows for it."""
+    """A dataclass field with the help text that the command line shows for it.
+
+    metadata: `is_secret=True` keeps the value out of errors.
+    """
     return field(default=default, metadata={"help": help_text, **metadata})
 
 
@@ -167,8 +170,10 @@ def check_types(options: Any) -> None:
         value, hint = getattr(options, item.name), hints[item.name]
         members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if not any(_is_of_type(value, member) for member in members):
+            is_secret = item.metadata.get("is_secret", False)
+            got = "another value, which is not shown" if is_secret else repr(value)
             raise ConfigError(
-                f"{item.name} must be {' or '.join(map(_describe, members))}, got {value!r}",
+                f"{item.name} must be {' or '.join(map(_describe, members))}, got {got}",
                 option=item.name,
             )
 
@@ -176,6 +181,9 @@ def check_types(options: Any) -> None:
 def _is_of_type(value: object, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if get_origin(kind) is tuple:  # of any length
+        member, _ = get_args(kind)
+        return isinstance(value, tuple) and all(_is_of_type(each, member) for each in value)
     if kind is float:
         # An int will do for a float. Neither NaN nor infinity can mean anything.
         return type(value) in (int, float) and math.isfinite(cast(float, value))
@@ -186,6 +194,8 @@ def _is_of_type(value: object, kind: Any) -> bool:
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        return f"a tuple of values {_describe(get_args(kind)[0])}"
     if kind is float:
         return "a finite number"
     return "None" if kind is NoneType else f"of type {kind.__name__}"

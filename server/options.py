@@ -1,12 +1,11 @@
 """Server options: the only place that holds their defaults and help texts. Imports stay light:
 the command line needs this to print its help."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import NoReturn
 
-from jpaged.config import option
+from jpaged.config import check_types, option
 from jpaged.errors import ConfigError
 from jpaged.server.api_keys import Secret
 
@@ -31,6 +30,7 @@ class ServerOptions:
         "a key that clients must send as `Authorization: Bearer KEY` to all paths but /health and "
         "/ping; repeat it for several. Other users of the machine can see it in the list of "
         "processes: prefer the file, or the environment variable JPAGED_API_KEY",
+        is_secret=True,
     )
     api_key_file: str | None = option(None, "file with such keys, one a line")
     allowed_origins: tuple[str, ...] = option(
@@ -61,6 +61,7 @@ class ServerOptions:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.host:
             _refuse("host", "must not be empty: 0.0.0.0 or :: is all addresses")
         if not 0 <= self.port <= MAX_PORT:
@@ -86,10 +87,13 @@ class ServerOptions:
         for name in ("keep_alive_timeout", "max_body_bytes_in_flight", "max_queued_requests"):
             if getattr(self, name) < 1:
                 _refuse(name, f"must be at least 1, got {getattr(self, name)}")
-        if not (self.body_timeout > 0 and math.isfinite(self.body_timeout)):
+        if self.body_timeout <= 0:
             _refuse("body_timeout", f"must be a number of seconds above 0, got {self.body_timeout}")
-        if not (self.shutdown_timeout >= 0 and math.isfinite(self.shutdown_timeout)):
-            _refuse("shutdown_timeout", f"must be a number of seconds, got {self.shutdown_timeout}")
+        if self.shutdown_timeout < 0:
+            _refuse(
+                "shutdown_timeout",
+                f"must be a number of seconds, 0 or more, got {self.shutdown_timeout}",
+            )
 
 
 def _refuse(name: str, why: str) -> NoReturn:

@@ -21,6 +21,7 @@ PARSERS = (
     "jpaged.inputs",
     "jpaged.llm",
     "jpaged.sampling_params",
+    "jpaged.server.options",
 )
 
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))

@@ -169,12 +169,35 @@ def test_bad_values_are_refused_by_name(
     assert name in message
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(EngineConfig)])
-def test_values_of_another_type_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("config_class", "name"),
+    [(kind, item.name) for kind in (EngineConfig, ServerOptions) for item in fields(kind)],
+)
+def test_values_of_another_type_are_refused_by_name(config_class: type, name: str) -> None:
     """O-62: whatever the option; an object is of no option's type, and bools are no numbers."""
-    with pytest.raises(ConfigError, match=rf"^{name} must be .*, got <object") as refused:
-        EngineConfig(**{name: object()})
+    got = "another value" if name == "api_key" else "<object"
+    with pytest.raises(ConfigError, match=rf"^{name} must be .*, got {got}") as refused:
+        config_class(**{name: object()})
     assert refused.value.option == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "8000"),
+        ("port", True),
+        ("allowed_origins", ["https://a.example"]),
+        ("allowed_origins", "https://a.example"),
+        ("allowed_origins", (b"https://a.example",)),
+        ("api_key", ("hush",)),
+        ("body_timeout", float("nan")),
+    ],
+)
+def test_server_options_of_another_type(name: str, value: Any) -> None:
+    """Those that look right, too; a key is shown in no error."""
+    with pytest.raises(ConfigError, match=f"^{name} must be") as refused:
+        ServerOptions(**{name: value})
+    assert refused.value.option == name and "hush" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
