@@ -32,11 +32,15 @@ _NO_ECHO = EchoedPrompt("", None)
 
 @runtime_checkable
 class AnswerFormat(Protocol):
-    """The answer to one HTTP request. With n answers to each prompt, `index` of a choice is
-    n times the index of its prompt, plus that of the answer."""
+    """The answer to one HTTP request."""
 
     @property
     def id(self) -> str: ...
+
+    def choice_index(self, prompt_index: int, answer_index: int) -> int:
+        """n times the index of the prompt, plus that of the answer, which may be one of fewer: a
+        beam search may end with less than n."""
+        ...
 
     @property
     def includes_usage(self) -> bool: ...
@@ -57,6 +61,7 @@ class AnswerFormat(Protocol):
 class _Format:
     """What all chunks of an answer share.
 
+    num_answers: n, as asked for with each prompt.
     includes_usage: chunks carry the key "usage", null but in the last one.
     returns_token_ids: choices carry their token ids, as vLLM's do.
     prompt_logprobs: likeliest tokens to show at each place of the prompt, if at all.
@@ -66,12 +71,24 @@ class _Format:
 
     model: str
     tokenizer: Tokenizer | None
+    num_answers: int
     includes_usage: bool
     returns_token_ids: bool
     prompt_logprobs: int | None
     skip_special_tokens: bool
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def choice_index(self, prompt_index: int, answer_index: int) -> int:
+        return prompt_index * self.num_answers + answer_index
+
+    def whole_choices(self, outputs: Sequence[RequestOutput]) -> list[tuple[int, Delta]]:
+        """Index and content of each choice, with all of its answer."""
+        return [
+            (self.choice_index(prompt_index, answer_index), delta)
+            for prompt_index, output in enumerate(outputs)
+            for answer_index, delta in deltas(None, output)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +105,7 @@ class CompletionFormat(_Format):
         return self.echo is not None or self.prompt_logprobs is not None
 
     def answer(self, outputs: Sequence[RequestOutput]) -> Completion:
-        wholes = enumerate(_whole_answers(outputs))
+        wholes = self.whole_choices(outputs)
         completion = self._with_choices([self._choice(i, whole) for i, whole in wholes])
         completion["usage"] = usage_of(outputs)
         return completion
@@ -166,7 +183,7 @@ class ChatFormat(_Format):
 
     def answer(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
-        wholes = enumerate(_whole_answers(outputs))
+        wholes = self.whole_choices(outputs)
         completion: ChatCompletion = {
             "id": self.id,
             "object": "chat.completion",
@@ -239,11 +256,6 @@ class ChatFormat(_Format):
             "model": self.model,
             "choices": choices,
         }
-
-
-def _whole_answers(outputs: Sequence[RequestOutput]) -> list[Delta]:
-    """One delta a choice, with all of its answer, in the order of the choices."""
-    return [delta for output in outputs for _, delta in deltas(None, output)]
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:

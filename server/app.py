@@ -134,6 +134,7 @@ async def completions(request: Request) -> Response:
     check_model(body, engine.model_name)
     answer_format = CompletionFormat(
         model=engine.model_name,
+        num_answers=body.n,
         includes_usage=includes_usage(body),
         returns_token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs,
@@ -158,6 +159,7 @@ async def chat_completions(request: Request) -> Response:
     check_model(body, engine.model_name)
     answer_format = ChatFormat(
         model=engine.model_name,
+        num_answers=body.n,
         includes_usage=includes_usage(body),
         returns_token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs,

@@ -68,10 +68,9 @@ async def events(
     try:
         async with aclosing(outputs):
             async for index, output in outputs:
-                first_choice = index * len(output.outputs)
                 for answer_index, delta in deltas(latest.get(index), output):
-                    chunks = await _chunks(answer_format, first_choice + answer_index, delta)
-                    for chunk in chunks:
+                    choice = answer_format.choice_index(index, answer_index)
+                    for chunk in await _chunks(answer_format, choice, delta):
                         yield chunk
                 latest[index] = output
     except Exception as error:

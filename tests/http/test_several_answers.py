@@ -1,5 +1,6 @@
 """n and best_of over HTTP: as many choices, each its own, streamed and not."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from jpaged.outputs import RequestOutput
+from jpaged.scheduling.request_group import RequestGroup
 from tests.http.conftest import RunningServer
 from tests.http.scripted_engine import MODEL_NAME
-from tests.http.sse import DONE
+from tests.http.sse import DONE, parse_events
 from tests.http.test_streaming import stream, text_of
 
 COMPLETIONS = "/v1/completions"
@@ -164,3 +167,26 @@ def test_special_tokens_in_stop_strings(
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
         last = choices_of(chunks, choice["index"])[-1]
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fewer_answers_than_asked_for(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A beam search may end so; choices of the next prompt keep their indices."""
+    complete = RequestGroup.output
+
+    def without_last(group: RequestGroup) -> RequestOutput:
+        output = complete(group)
+        return replace(output, outputs=output.outputs[:2])
+
+    monkeypatch.setattr(RequestGroup, "output", without_last)
+    response = server.post(COMPLETIONS, {"prompt": list(PROMPTS), "n": 3, "stream": stream})
+    if stream:
+        chunks = parse_events(response.content)[:-1]
+        texts = {index: text_of(chunks, index) for index in range(6)}
+    else:
+        choices = response.json()["choices"]
+        texts = {choice["index"]: choice["text"] for choice in choices}
+    expected = {0: "[a]", 1: "[a]1", 3: "[bcd]", 4: "[bcd]1"}
+    assert {index: text for index, text in texts.items() if text} == expected
