@@ -73,7 +73,9 @@ class Admission:
         if self._num_overtaking >= self._max_overtaking:
             return None
         behind = next((request for request in waiting if request.siblings is not search), None)
-        return None if behind is None or self._lacks_room_for_all(behind) else behind
+        # Two searches that have begun, each with beams that wait for slots, would wait for ever.
+        is_search = behind is not None and behind.policy.waits_for_siblings
+        return None if is_search else behind
 
     def _lacks_room_for_all(self, request: Request) -> bool:
         """Whether a beam, to be computed from its beginning, has to wait until all have room."""
@@ -90,11 +92,15 @@ class Admission:
         key = request, sum(each.num_tokens for each in beams)
         if self._search_shortage.persists(key, headroom=headroom):
             return True
-        # The first beam computes the prompt, or finds it; the others share its full blocks.
+        # The first beam computes the prompt, or finds it; the others share its full blocks. Those
+        # that were preempted are computed again one by one, and leave room for each other to grow.
         match = holdings.match(request)
         num_shared = request.num_prompt_tokens // tables.block_size
         needed = num_shared - len(match.blocks)
-        needed += sum(tables.num_blocks(each.num_tokens + 1) - num_shared for each in beams)
+        for beam in beams:
+            is_fresh = beam.num_tokens == beam.num_prompt_tokens
+            num_ahead = 1 if is_fresh else tables.block_size
+            needed += tables.num_blocks(beam.num_tokens + num_ahead) - num_shared
         num_missing = needed + headroom - tables.num_free_besides(match)
         if num_missing > 0:
             self._search_shortage.note(key, num_missing=num_missing, headroom=headroom)

@@ -239,3 +239,17 @@ def test_a_search_is_not_overtaken_for_ever(num_blocks, width):
     run(engine)
     answers = [(each.token_ids, each.score) for each in search.output().outputs]
     assert answers == expected_beams(PROMPT, params)
+
+
+def test_a_search_does_not_overtake_another():
+    """Were both begun and short of slots for the rest, neither could go on."""
+    runner = ScriptedRunner(num_blocks=100, block_size=4, num_slots=4, max_num_tokens=32)
+    engine = make_engine(runner)
+    added(engine, [1, 2], sampling(20))
+    widths = (4, 2)
+    searches = [
+        added(engine, PROMPT, BeamSearchParams(beam_width=width, max_tokens=4)) for width in widths
+    ]
+    run(engine)
+    first, second = (each.output().timing.first_scheduled for each in searches)
+    assert first < second
