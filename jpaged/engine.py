@@ -298,10 +298,11 @@ class Engine:
             self._record(ScheduledBatch())
 
     def _forget(self, request: Request) -> None:
-        del self._groups[request]
+        group = self._groups.pop(request)
         if not request.policy.generates and request.is_scored:
             self.metrics.record_prompt(request)
-        self.metrics.record_finished(request)
+        if not any(each in self._groups for each in group.requests):
+            self.metrics.record_finished(group)
 
     def _record(self, batch: ScheduledBatch) -> None:
         self.metrics.record_step(

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from jpaged.outputs import FinishReason
+from jpaged.outputs import FinishReason, RequestTiming
 from jpaged.scheduling.request import Request
+from jpaged.scheduling.request_group import RequestGroup
 
 PREFIX = "jpaged:"
 LABELS = ("model_name",)
@@ -40,11 +41,12 @@ def buckets_1_2_5(largest: int) -> list[int]:
 class Metrics:
     """The numbers of one engine. One thread records, any thread renders.
 
-    Request histograms have one observation for every finished request, aborted ones included;
-    a stage that a request never reached counts as 0 seconds. Two differ, as they would hold
-    made-up values otherwise: time_to_first_token_seconds counts requests that got a token, and
-    request_time_per_output_token_seconds those that got two. The counter of prompt tokens
-    leaves out the prompts of requests that were aborted before their first token.
+    Request histograms have one observation for every finished request, aborted ones included, and
+    however many sequences it has: generated tokens are those of all sequences, and the time of a
+    token is that of the longest one. A stage that a request never reached counts as 0 seconds. Two
+    differ, as they would hold made-up values otherwise: time_to_first_token_seconds counts requests
+    that got a token, and request_time_per_output_token_seconds those that got two. The counter of
+    prompt tokens leaves out the prompts of requests that were aborted before their first token.
     """
 
     def __init__(self, *, model_name: str, max_model_len: int) -> None:
@@ -100,9 +102,13 @@ class Metrics:
             _add(self._prefix_cache_hits, request.num_cached_tokens)
 
     def record_first_token(self, request: Request) -> None:
-        """The first token is there; `record_tokens` counts it, and `record_prompt` the prompt."""
+        """The first token is there; `record_tokens` counts it, and `record_prompt` the prompt.
+
+        Of several sequences the first one counts, which no other one precedes.
+        """
         assert request.first_token_time is not None, f"{request.request_id} has no token"
-        self._time_to_first_token.observe(request.first_token_time - request.arrival_time)
+        if request.index == 0:
+            self._time_to_first_token.observe(request.first_token_time - request.arrival_time)
 
     def record_tokens(
         self, request: Request, num_new_tokens: int, seconds_since_last: float | None
@@ -114,32 +120,33 @@ class Metrics:
         for _ in range(num_new_tokens):
             self._inter_token_latency.observe(seconds_since_last / num_new_tokens)
 
-    def record_finished(self, request: Request) -> None:
+    def record_finished(self, group: RequestGroup) -> None:
         """Once for every accepted request, however it ended."""
-        assert request.finish_reason is not None, f"{request.request_id} is not finished"
-        assert request.finished_time is not None, f"{request.request_id} is not finished"
-        self._success[request.finish_reason].inc()
-        self._request_prompt_tokens.observe(request.num_prompt_tokens)
-        self._request_generation_tokens.observe(request.num_output_tokens)
-        self._request_max_tokens.observe(request.max_tokens)
-        self._record_stages(request, request.finished_time)
+        reason, timing = group.finish_reason, group.timing
+        assert reason is not None, f"{group.request_id} is not finished"
+        assert timing.finished is not None, f"{group.request_id} is not finished"
+        lengths = [request.num_output_tokens for request in group.requests]
+        self._success[reason].inc()
+        self._request_prompt_tokens.observe(group.num_prompt_tokens)
+        self._request_generation_tokens.observe(sum(lengths))
+        self._request_max_tokens.observe(group.requests[0].max_tokens)
+        self._record_stages(timing, timing.finished, max(lengths))
 
     def render(self) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def _record_stages(self, request: Request, finished: float) -> None:
-        scheduled = request.first_scheduled_time or finished
-        first_token = request.first_token_time or finished
-        self._e2e_latency.observe(finished - request.arrival_time)
-        self._queue_time.observe(scheduled - request.arrival_time)
+    def _record_stages(self, timing: RequestTiming, finished: float, num_tokens: int) -> None:
+        """num_tokens: generated tokens of the longest sequence."""
+        scheduled = timing.first_scheduled or finished
+        first_token = timing.first_token or finished
+        self._e2e_latency.observe(finished - timing.arrival)
+        self._queue_time.observe(scheduled - timing.arrival)
         self._inference_time.observe(finished - scheduled)
         self._prefill_time.observe(first_token - scheduled)
         self._decode_time.observe(finished - first_token)
-        if request.num_output_tokens > 1:
-            self._time_per_output_token.observe(
-                (finished - first_token) / (request.num_output_tokens - 1)
-            )
+        if num_tokens > 1:
+            self._time_per_output_token.observe((finished - first_token) / (num_tokens - 1))
 
     def _make_step_metrics(self) -> None:
         self._num_running = self._gauge("num_requests_running", "Requests that run")
@@ -192,7 +199,9 @@ class Metrics:
             "request_prompt_tokens", "Prompt tokens of a request", token_buckets
         )
         self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Generated tokens of a request", token_buckets
+            "request_generation_tokens",
+            "Generated tokens of all sequences of a request",
+            token_buckets,
         )
         self._request_max_tokens = self._histogram(
             "request_params_max_tokens", "Most tokens that a request may generate", token_buckets

@@ -8,7 +8,7 @@ from jpaged.beam_search_params import BeamSearchParams
 from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
 from jpaged.scheduling.beam_search import BeamSearch, Candidate, Step, reported_score
 from jpaged.scheduling.request import Progress, Request
-from jpaged.scheduling.request_group import RequestGroup
+from jpaged.scheduling.request_group import RequestGroup, most_serious
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,15 @@ class BeamGroup(RequestGroup):
     def is_complete(self) -> bool:
         """Whether all beams have reported."""
         return len(self._reports) == len(self.beams)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """That of the sequences which have ended, as the beams themselves only stop."""
+        reason = super().finish_reason
+        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_complete and self._hypotheses:
+            return most_serious([each.completion.finish_reason for each in self._hypotheses])
+        return reason
 
     def advance(self) -> Step:
         """Choose among the candidates. The caller moves the blocks, then calls `go_on`."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jpaged.outputs import CompletionOutput, RequestOutput, RequestTiming
+from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, RequestTiming
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.group_policy import GroupPolicy
 from jpaged.scheduling.request import Request
@@ -36,6 +36,20 @@ class RequestGroup:
     def is_finished(self) -> bool:
         return all(request.is_finished for request in self.requests)
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the request ended as a whole: cut if one of its answers was; None before."""
+        return most_serious([request.finish_reason for request in self.requests])
+
+    @property
+    def timing(self) -> RequestTiming:
+        return RequestTiming(
+            arrival=self.requests[0].arrival_time,
+            first_scheduled=_earliest([each.first_scheduled_time for each in self.requests]),
+            first_token=_earliest([each.first_token_time for each in self.requests]),
+            finished=_latest([each.finished_time for each in self.requests]),
+        )
+
     def fork(self, request: Request, seed: int) -> Request:
         """One answer more, which begins as that of the request does so far."""
         child = request.fork(index=len(self.requests), seed=seed)
@@ -58,12 +72,7 @@ class RequestGroup:
                 if self.params.prompt_logprobs is not None and first.is_scored
                 else None
             ),
-            timing=RequestTiming(
-                arrival=first.arrival_time,
-                first_scheduled=first.first_scheduled_time,
-                first_token=_earliest([request.first_token_time for request in self.requests]),
-                finished=_latest([request.finished_time for request in self.requests]),
-            ),
+            timing=self.timing,
         )
 
     def _completions(self) -> tuple[CompletionOutput, ...]:
@@ -75,6 +84,12 @@ class RequestGroup:
             best = completions[: self.num_answers]
             completions = [replace(each, index=index) for index, each in enumerate(best)]
         return tuple(completions)
+
+
+def most_serious(reasons: Sequence[FinishReason | None]) -> FinishReason | None:
+    """Return the reason that says most of a request some of whose sequences ended otherwise."""
+    order = (None, FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
+    return next(reason for reason in order if reason in reasons)
 
 
 def _earliest(times: Sequence[float | None]) -> float | None:

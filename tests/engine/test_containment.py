@@ -50,6 +50,13 @@ async def last_output(front: AsyncEngine, prompt: list[int], params) -> RequestO
     return outputs[-1]
 
 
+def metric(engine, name: str, label: str = "") -> float:
+    """A metric's value, summed over the samples that have the label."""
+    lines = engine.metrics.render()[0].decode().splitlines()
+    own = [line for line in lines if line.startswith(f"jpaged:{name}{{") and label in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in own)
+
+
 def gauges(engine) -> list[float]:
     """Requests that run, requests that wait, and the share of the pool in use."""
     rendered = engine.metrics.render()[0].decode().splitlines()
@@ -224,6 +231,34 @@ def test_prompts_are_counted_once(engine, params):
     rendered = engine.metrics.render()[0].decode().splitlines()
     [counted] = [line for line in rendered if line.startswith("jpaged:prompt_tokens_total{")]
     assert float(counted.rsplit(" ", 1)[1]) == sum(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    "params,num_sequences,reason",
+    [
+        (SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1), 3, "length"),
+        (SamplingParams(best_of=3, max_tokens=4, ignore_eos=True, seed=1), 3, "length"),
+        (SamplingParams(n=2, max_tokens=30, temperature=0), 2, "stop"),
+        (BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True), 3, "length"),
+    ],
+    ids=["n", "best_of", "eos", "beams"],
+)
+def test_a_request_is_observed_once(engine, params, num_sequences, reason):
+    """Its tokens are summed, and no sequence counts as a request of its own."""
+    group = engine.make_request("r", {"prompt_token_ids": PROMPTS[0]}, params)
+    engine.add_request(group)
+    while engine.has_unfinished:
+        engine.step()
+    assert len(group.requests) == num_sequences
+    names = ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens")
+    names += ("e2e_request_latency_seconds", "time_to_first_token_seconds")
+    names += ("request_time_per_output_token_seconds", "request_decode_time_seconds")
+    assert [metric(engine, f"{name}_count") for name in names] == [1] * len(names)
+    generated = sum(each.num_output_tokens for each in group.requests)
+    assert metric(engine, "request_generation_tokens_sum") == generated
+    assert metric(engine, "generation_tokens_total") == generated
+    success = metric(engine, "request_success_total", f'finished_reason="{reason}"')
+    assert success == metric(engine, "request_success_total") == 1
 
 
 def test_a_full_pool_does_not_change_what_was_asked_for():

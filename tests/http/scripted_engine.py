@@ -132,7 +132,7 @@ class ScriptedEngine(AsyncEngine):
             for request in group.requests:
                 if not request.is_finished:
                     request.finish(FinishReason.ABORT)
-                self.metrics.record_finished(request)
+            self.metrics.record_finished(group)
             del self.running[request_id]
 
     def _script(self, request: Request) -> list[int]:
