@@ -53,6 +53,6 @@ def saved(llm: LLM, params: Params) -> float:
     num_used = num_alone = 0
     while engine.has_unfinished:
         engine.step()
-        num_used += engine.block_pool.num_used
-        num_alone += sum(len(request.block_ids) for request in engine.scheduler.running)
+        num_used += engine.core.block_pool.num_used
+        num_alone += sum(len(request.block_ids) for request in engine.core.scheduler.running)
     return 1 - num_used / num_alone

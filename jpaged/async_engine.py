@@ -1,4 +1,8 @@
-"""The engine for asyncio: one thread runs it, coroutines stream from it and may be cancelled."""
+"""The engine for asyncio: one thread runs it, coroutines stream from it and may be cancelled.
+
+The engine's thread hands over token ids, once a step. What clients read is made of them in the
+thread of the event loop, while the engine goes on.
+"""
 
 import asyncio
 import contextlib
@@ -15,69 +19,80 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.errors import EngineDeadError, JpagedError
+from jpaged.generation import Generation
 from jpaged.inputs import Params, Prompt, TokensPrompt, chat_prompt
 from jpaged.metrics import Metrics
+from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import RequestOutput
 from jpaged.scheduling.request_group import RequestGroup
 from jpaged.startup.load_engine import LoadedEngine
 from jpaged.startup.loading_thread import load_engine_in_thread
 from jpaged.text.tokenizer import Tokenizer
+from jpaged.updates import RequestUpdate
 
 DRAIN_POLL_SECONDS = 0.02
+# Steps whose tokens may wait to become text. Bounds the tokens computed after a stop string, and
+# what piles up when the event loop is slow.
+MAX_STEPS_AHEAD = 8
+BLOCKED_POLL_SECONDS = 0.5  # how often it is noticed that the loop was closed meanwhile
 TOKENIZE_THREADS = 4
 
 logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Hands snapshots of a request from the engine's thread to a coroutine, when it wants one.
+    """Lets a coroutine wait for news of its request. Used by the event loop's thread only.
 
-    Snapshots are cumulative, so a slow reader skips some but loses nothing. Meanwhile it costs the
-    engine's thread nothing.
+    Outputs are made when the coroutine reads and are cumulative, so a slow reader skips some but
+    loses nothing.
     """
 
-    def __init__(
-        self, group: RequestGroup, loop: asyncio.AbstractEventLoop, *, skip_middle: bool
-    ) -> None:
-        self._group = group
-        self._loop = loop
+    def __init__(self, generation: Generation, *, skip_middle: bool) -> None:
+        self._generation = generation
         self._skip_middle = skip_middle
+        self._is_read = False
         self._changed = asyncio.Event()
-        self._latest: RequestOutput | JpagedError | None = None
-        # Read and written by the engine's thread only.
-        self._is_wanted = False
-        self._has_news = False
-
-    def want(self) -> None:
-        """Deliver a snapshot as soon as there is news. Called by the engine's thread."""
-        self._is_wanted = True
-        self._deliver()
+        self._error: JpagedError | None = None
 
     def progress(self) -> None:
-        """Note that the request has news. Called by the engine's thread."""
-        self._has_news = True
-        self._deliver()
+        """Note that the request has news."""
+        is_middle = self._is_read and not self._generation.is_finished
+        if not (self._skip_middle and is_middle):
+            self._changed.set()
 
-    def _deliver(self) -> None:
-        is_due = self._latest is None or self._group.is_finished or not self._skip_middle
-        if self._is_wanted and self._has_news and is_due:
-            self._is_wanted = self._has_news = False
-            self.put(self._group.output())
-
-    def put(self, item: RequestOutput | JpagedError) -> None:
-        """Called by the engine's thread."""
-        self._latest = item
-        # The loop is closed when a program ends in the middle of a stream.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._changed.set)
+    def fail(self, error: JpagedError) -> None:
+        """Raise the error in the coroutine that reads."""
+        self._error = error
+        self._changed.set()
 
     async def get(self) -> RequestOutput:
+        """The output as it is now, as soon as there is something new in it."""
         await self._changed.wait()
         self._changed.clear()
-        assert self._latest is not None
-        if isinstance(self._latest, JpagedError):
-            raise self._latest
-        return self._latest
+        if self._error is not None:
+            raise self._error
+        self._is_read = True
+        try:
+            return self._generation.output()
+        except Exception as error:
+            logger.exception("request %s has no output", self._generation.request_id)
+            raise JpagedError("this request ended by an error; the log says more") from error
+
+
+class _Commands:
+    """Puts commands into the queue of the engine's thread, for the output processor."""
+
+    def __init__(self, actions: "queue.SimpleQueue[Callable[[Engine], None] | None]") -> None:
+        self._actions = actions
+
+    def stop(self, group: RequestGroup, index: int) -> None:
+        self._actions.put(lambda engine: engine.stop(group, index))
+
+    def abort(self, group: RequestGroup) -> None:
+        self._actions.put(lambda engine: engine.abort(group))
+
+    def fail(self, group: RequestGroup, error: Exception) -> None:
+        self._actions.put(lambda engine: engine.fail(group, error))
 
 
 class AsyncEngine:
@@ -94,9 +109,12 @@ class AsyncEngine:
         self._death: BaseException | None = None
         self._is_draining = False
         self._request_numbers = count()
-        self._streams: dict[RequestGroup, _Stream] = {}
         # Actions of coroutines, carried out by the engine's thread between two steps.
         self._actions: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._streams: dict[Generation, _Stream] = {}
+        self._outputs = OutputProcessor(_Commands(self._actions))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._steps_ahead = threading.BoundedSemaphore(MAX_STEPS_AHEAD)
         # Off the event loop, and in several threads: a long prompt must not hold up short ones.
         self._tokenizing = ThreadPoolExecutor(TOKENIZE_THREADS, thread_name_prefix="tokenize")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -163,7 +181,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         arrival_time: float | None = None,
-    ) -> RequestGroup:
+    ) -> Generation:
         """Tokenize and check a request, which `run` then answers.
 
         arrival_time: when the client asked, on the clock of `time.monotonic()`; now by default.
@@ -174,40 +192,35 @@ class AsyncEngine:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         if request_id is None:
             request_id = f"request-{next(self._request_numbers)}"
-        make_request = partial(
-            self.engine.make_request,
-            request_id,
-            prompt,
-            params,
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
-        )
+        if arrival_time is None:
+            arrival_time = time.monotonic()
+        make_request = partial(self._make_request, request_id, prompt, params, arrival_time)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, make_request)
 
     async def run(
-        self, group: RequestGroup, *, skip_middle: bool = False
+        self, generation: Generation, *, skip_middle: bool = False
     ) -> AsyncGenerator[RequestOutput]:
         """Snapshots of the growing answer to a prepared request; the last one has `finished`.
 
         skip_middle: the first and the last one only. Otherwise as `generate`.
         """
-        # Known to the engine's thread before its health is checked: if it stops after the check,
-        # it ends the stream.
-        loop = asyncio.get_running_loop()
-        stream = self._streams[group] = _Stream(group, loop, skip_middle=skip_middle)
-        is_finished = False
+        self._bind(asyncio.get_running_loop())
+        # Known to the loop before the engine's health is checked: if it stops after the check, the
+        # stream is ended.
+        stream = self._streams[generation] = _Stream(generation, skip_middle=skip_middle)
         try:
             self.check_health()
-            self._actions.put(lambda engine: engine.add_request(group))
+            self._outputs.add(generation)
+            self._actions.put(lambda engine: engine.add_request(generation.group))
+            is_finished = False
             while not is_finished:
-                self._actions.put(lambda engine: stream.want())
                 output = await stream.get()
                 is_finished = output.finished
                 yield output
         finally:
-            self._streams.pop(group, None)
-            if not is_finished:
-                self._actions.put(lambda engine: engine.abort(group))
+            self._streams.pop(generation, None)
+            self._outputs.abort(generation)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, and wait up to `timeout` seconds for the running ones. An engine
@@ -228,14 +241,42 @@ class AsyncEngine:
     def _is_busy(self) -> bool:
         return bool(self._streams) or not self._actions.empty()
 
+    def _make_request(
+        self, request_id: str, prompt: Prompt, params: Params, arrival_time: float
+    ) -> Generation:
+        assert self._loaded is not None
+        generation = self._loaded.inputs.request(
+            request_id, prompt, params, arrival_time=arrival_time
+        )
+        self.engine.check_fits(generation.group)
+        return generation
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the engine's thread hand over to this loop. Another one may have been closed with
+        updates that nobody took."""
+        if self._loop is not loop:
+            self._loop = loop
+            self._steps_ahead = threading.BoundedSemaphore(MAX_STEPS_AHEAD)
+
+    def _process(self, updates: list[RequestUpdate], steps_ahead: threading.Semaphore) -> None:
+        """Take in what the engine's thread has handed over."""
+        steps_ahead.release()
+        for generation in self._outputs.process(updates):
+            # The reader may have gone while the step was on its way.
+            if (stream := self._streams.get(generation)) is not None:
+                stream.progress()
+
+    def _fail_streams(self, error: EngineDeadError) -> None:
+        for stream in self._streams.values():
+            stream.fail(error)
+
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
         try:
             while self._take_actions():
-                if self.engine.has_unfinished:
-                    for group in self.engine.step():
-                        self._deliver(group)
+                if self.engine.has_unfinished and (updates := self.engine.step()):
+                    self._hand_over(updates)
             self._stop(EngineDeadError("it was shut down"))
         except BaseException as error:
             logger.exception("the engine has stopped")
@@ -252,20 +293,22 @@ class AsyncEngine:
             is_idle = False
         return True
 
-    def _deliver(self, group: RequestGroup) -> None:
-        # The reader may have gone while the step was on its way.
-        stream = self._streams.get(group)
-        if stream is None:
-            return
-        try:
-            stream.progress()
-        except Exception as error:
-            self.engine.fail(group, error)
-            stream.put(JpagedError("this request ended by an error; the log says more"))
+    def _hand_over(self, updates: list[RequestUpdate]) -> None:
+        """Give the updates to the event loop, and wait while it is too far behind."""
+        loop, steps_ahead = self._loop, self._steps_ahead
+        assert loop is not None
+        # A loop that is closed, as a program ends in the middle of a stream, takes nothing more.
+        while not steps_ahead.acquire(timeout=BLOCKED_POLL_SECONDS):
+            if loop.is_closed():
+                return
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._process, updates, steps_ahead)
 
     def _stop(self, error: BaseException) -> None:
         """From now on everybody who reads, or comes to read, gets the error."""
         self._death = error
         self.engine.metrics.record_stopped()
-        for stream in list(self._streams.values()):
-            stream.put(EngineDeadError(f"the engine has stopped: {error}"))
+        if self._loop is not None:
+            death = EngineDeadError(f"the engine has stopped: {error}")
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._fail_streams, death)

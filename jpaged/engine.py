@@ -1,6 +1,7 @@
-"""The engine: requests go in, tokens come out, one step at a time.
+"""The engine: requests go in, updates with their tokens come out, one step at a time.
 
-Not thread-safe: one thread calls everything. The front doors are `LLM` and `AsyncEngine`.
+It knows token ids and no text. Not thread-safe: one thread calls everything. The front doors are
+`LLM` and `AsyncEngine`.
 """
 
 import logging
@@ -12,7 +13,6 @@ from functools import partial
 from jpaged.config import PreemptionMode
 from jpaged.errors import RequestError
 from jpaged.execution.runner import LaunchedStep, Runner, Scored
-from jpaged.inputs import InputProcessor, Params, Prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.scheduling.beam_group import BeamGroup
@@ -24,6 +24,7 @@ from jpaged.scheduling.scheduled_batch import ScheduledBatch
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
 from jpaged.step_timings import StepTimings
+from jpaged.updates import RequestUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        inputs: InputProcessor,
         metrics: Metrics,
         *,
         enable_prefix_caching: bool = True,
@@ -40,7 +40,6 @@ class Engine:
         check_invariants: bool = False,
     ) -> None:
         spec = runner.spec
-        self.inputs = inputs
         self.metrics = metrics
         self._prefill_clock = PrefillClock()
         self.block_pool = BlockPool(spec.kv_cache.num_blocks)
@@ -59,20 +58,12 @@ class Engine:
         self._groups: dict[Request, RequestGroup] = {}
         self._launched: LaunchedStep | None = None
 
-    def make_request(
-        self, request_id: str, prompt: Prompt, params: Params, *, arrival_time: float | None = None
-    ) -> RequestGroup:
-        """Tokenize and check a request without queueing it. Thread-safe.
-
-        arrival_time: when the client asked, on the clock of `time.monotonic()`; now by default.
-        Raises `RequestError` that names the field at fault.
-        """
-        group = self.inputs.request(request_id, prompt, params, arrival_time=arrival_time)
+    def check_fits(self, group: RequestGroup) -> None:
+        """Raise `RequestError` for a request that could never run. Thread-safe."""
         self.scheduler.limits.check(group.requests[0])
-        return group
 
     def add_request(self, group: RequestGroup) -> None:
-        """Queue a request made by `make_request`."""
+        """Queue a request that `check_fits` let through."""
         for request in group.requests:
             self.scheduler.add(request)
             self._groups[request] = group
@@ -86,7 +77,7 @@ class Engine:
         if not group.policy.is_forkable or not 0 <= index < len(group.requests):
             raise RequestError(
                 f"index {index} names no answer that can be forked: answers are 0 to "
-                f"{group.num_answers - 1}, those of beam search and best_of are not settled "
+                f"{len(group.requests) - 1}, those of beam search and best_of are not settled "
                 "before the end, and max_tokens 0 has none",
                 param="index",
             )
@@ -105,6 +96,16 @@ class Engine:
         """End a request and free its blocks; nothing happens if it has finished already."""
         self._end(group, FinishReason.ABORT)
 
+    def stop(self, group: RequestGroup, index: int) -> None:
+        """End one sequence of a request, as its text has come to a stop string.
+
+        Tokens that were generated behind it count in the metrics; the client does not get them.
+        """
+        request = group.requests[index]
+        if request in self._groups:
+            self.scheduler.finish(request, FinishReason.STOP)
+            self._forget(request)
+
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End one request, which raised an error, with `FinishReason.ERROR`; all others go on.
 
@@ -120,10 +121,10 @@ class Engine:
         """Whether `step` has anything left to do."""
         return self.scheduler.has_requests or self._launched is not None
 
-    def step(self) -> list[RequestGroup]:
+    def step(self) -> list[RequestUpdate]:
         """Schedule and launch a step, then take in the tokens of the step before.
 
-        Returns the requests that have new tokens or are finished.
+        Returns what is new of the requests that have new tokens or are finished.
         """
         launched_before = self._launched
         batch = self._schedule()
@@ -132,7 +133,7 @@ class Engine:
         assert not (is_stuck and self.scheduler.has_requests), "no request can run, ever"
         groups = self._take_in(batch, launched_before)
         self._record(batch)
-        return groups
+        return [group.take_update() for group in groups]
 
     def _schedule(self) -> ScheduledBatch:
         with self.step_timings.measure("scheduling"):

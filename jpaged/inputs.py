@@ -1,12 +1,15 @@
 """From a prompt and its parameters to a request the engine can run, or a refusal."""
 
 import secrets
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import count
 from typing import Any, NotRequired, TypedDict
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.errors import PromptTooLongError, RequestError
+from jpaged.generation import Generation
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.beam_group import BeamGroup
 from jpaged.scheduling.group_policy import policy_of
@@ -52,11 +55,12 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._numbers = count()
 
     def request(
         self, request_id: str, prompt: Prompt, params: Params, *, arrival_time: float | None = None
-    ) -> RequestGroup:
-        """Make a request. Raises `RequestError` that names the field at fault.
+    ) -> Generation:
+        """Make a request. Thread-safe. Raises `RequestError` that names the field at fault.
 
         arrival_time: when the client asked, on the clock of `time.monotonic()`; now by default.
         """
@@ -69,6 +73,8 @@ class InputProcessor:
         max_tokens = self._max_tokens(len(token_ids), each.max_tokens)
         seed = secrets.randbits(63) if each.seed is None else each.seed
         detokenizer = self._detokenizer(token_ids, each)
+        if arrival_time is None:
+            arrival_time = time.monotonic()
         requests = [
             Request(
                 request_id,
@@ -77,7 +83,6 @@ class InputProcessor:
                 max_tokens=max_tokens,
                 seed=seed_of_answer(seed, index),
                 stop_token_ids=stop_token_ids,
-                detokenizer=None if detokenizer is None else detokenizer.fork(),
                 cache_keys=cache_keys,
                 index=index,
                 policy=policy,
@@ -85,10 +90,22 @@ class InputProcessor:
             )
             for index in range(params.num_sequences)
         ]
+        number = next(self._numbers)
         if is_beam:
             num_candidates = params.num_candidates(len(stop_token_ids))
-            return BeamGroup(request_id, text, params, requests, num_candidates)
-        return RequestGroup(request_id, text, params, requests)
+            stop_checker = detokenizer if each.stop else None
+            group = BeamGroup(number, params, requests, num_candidates, stop_checker)
+        else:
+            group = RequestGroup(number, requests)
+        return Generation(
+            group,
+            text,
+            token_ids,
+            each,
+            num_answers=params.num_answers,
+            detokenizer=detokenizer,
+            arrival_time=arrival_time,
+        )
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         listed = params.stop_token_ids or ()

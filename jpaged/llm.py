@@ -7,12 +7,13 @@ from typing import Any, cast
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
+from jpaged.generation import Generation
+from jpaged.inline_engine import InlineEngine
 from jpaged.inputs import Params, Prompt, chat_prompt
 from jpaged.interrupts import held_interrupts
 from jpaged.outputs import RequestOutput
 from jpaged.progress import progress_bar
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduling.request_group import RequestGroup
 from jpaged.startup.load_engine import load_engine
 
 Conversation = Sequence[dict[str, Any]]
@@ -28,7 +29,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = engine_config(model, options)
         loaded = load_engine(self.config)
-        self.engine = loaded.engine
+        self.engine = InlineEngine(loaded.engine, loaded.inputs)
         self.tokenizer = loaded.tokenizer
         self.max_model_len = loaded.max_model_len
         self._sampling_defaults = loaded.sampling_defaults
@@ -96,32 +97,34 @@ class LLM:
     def _answer(
         self, works: Sequence[tuple[Prompt, Params]], *, use_tqdm: bool
     ) -> list[RequestOutput]:
-        groups = [
+        generations = [
             self.engine.make_request(str(next(self._request_ids)), prompt, params)
             for prompt, params in works
         ]
         with held_interrupts() as handle_interrupt:
             try:
-                self._run(groups, handle_interrupt, use_tqdm=use_tqdm)
+                self._run(generations, handle_interrupt, use_tqdm=use_tqdm)
             except BaseException:
                 # Leave nothing behind that a later call would run.
-                for group in groups:
-                    self.engine.abort(group)
+                for generation in generations:
+                    self.engine.abort(generation)
                 raise
-        return [group.output() for group in groups]
+        return [generation.output() for generation in generations]
 
     def _run(
         self,
-        groups: Sequence[RequestGroup],
+        generations: Sequence[Generation],
         handle_interrupt: Callable[[], None],
         *,
         use_tqdm: bool,
     ) -> None:
-        for group in groups:
-            self.engine.add_request(group)
-        with progress_bar(len(groups), "generating", unit=" requests", shown=use_tqdm) as advance:
+        for generation in generations:
+            self.engine.add_request(generation)
+        with progress_bar(
+            len(generations), "generating", unit=" requests", shown=use_tqdm
+        ) as advance:
             while self.engine.has_unfinished:
-                advance(sum(group.is_finished for group in self.engine.step()))
+                advance(sum(generation.is_finished for generation in self.engine.step()))
                 handle_interrupt()
 
 

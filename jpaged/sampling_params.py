@@ -120,6 +120,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def num_answers(self) -> int:
+        """Answers to return, the best of those generated."""
+        return self.n
+
+    @property
     def num_reported_logprobs(self) -> int | None:
         """What is asked of the sampler: choosing the best answers needs those of their tokens."""
         return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs

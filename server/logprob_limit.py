@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from jpaged.beam_search_params import BeamSearchParams
 from jpaged.errors import RequestError
 from jpaged.inputs import Params
 from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -30,7 +29,7 @@ def check_num_logprobs(
     name = max(counts, key=lambda each: counts[each])
     raise RequestError(
         f"{name} makes an answer of up to {total} log-probabilities, for {sum(num_prompt_tokens)} "
-        f"prompt tokens in {len(num_prompt_tokens)} prompts, {_num_choices(params)} choices a "
+        f"prompt tokens in {len(num_prompt_tokens)} prompts, {params.num_answers} choices a "
         f"prompt and max_tokens {params.max_tokens}; one request takes at most "
         f"{MAX_LOGPROB_ENTRIES}: ask for fewer, or send several requests",
         param=name,
@@ -44,7 +43,7 @@ def _entries(
 ) -> Counter[str]:
     """Log-probabilities in the answer by the field that asks for them: at each token its own
     one and those of the likeliest tokens."""
-    choices = _num_choices(params)
+    choices = params.num_answers
     prompt_tokens = sum(num_prompt_tokens)
     max_tokens = UNSET_MAX_TOKENS if params.max_tokens is None else params.max_tokens
     counts: Counter[str] = Counter()
@@ -59,7 +58,3 @@ def _entries(
         shown = prompt_tokens * (1 if is_chat else choices)
         counts["prompt_logprobs"] += shown * (1 + request.prompt_logprobs)
     return counts
-
-
-def _num_choices(params: Params) -> int:
-    return params.num_answers if isinstance(params, BeamSearchParams) else params.n

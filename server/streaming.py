@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.errors import JpagedError
+from jpaged.generation import Generation
 from jpaged.outputs import FinishReason, RequestOutput
-from jpaged.scheduling.request_group import RequestGroup
 from jpaged.server.answers import AnswerFormat, usage_of
 from jpaged.server.deltas import Delta, deltas
 from jpaged.server.errors import GenerationError, UnavailableError, error_body
@@ -38,7 +38,7 @@ IndexedOutput = tuple[int, RequestOutput]
 
 
 async def generate(
-    engine: AsyncEngine, requests: Sequence[RequestGroup], *, skip_middle: bool
+    engine: AsyncEngine, requests: Sequence[Generation], *, skip_middle: bool
 ) -> AsyncGenerator[IndexedOutput]:
     """Snapshots of all requests' answers as they come, with the index of the request.
 

@@ -17,7 +17,7 @@ PARSERS = (
     "jpaged.async_engine",
     "jpaged.beam_search_params",
     "jpaged.config",
-    "jpaged.engine",
+    "jpaged.inline_engine",
     "jpaged.inputs",
     "jpaged.llm",
     "jpaged.sampling_params",

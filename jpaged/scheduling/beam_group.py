@@ -1,37 +1,51 @@
 """A request answered by beam search. Host side only: imports no JAX."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal
-from os.path import commonprefix
+from typing import NamedTuple, Protocol, Self
 
 from jpaged.beam_search_params import BeamSearchParams
-from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.scheduling.beam_search import BeamSearch, Candidate, Step, reported_score
-from jpaged.scheduling.request import Progress, Request
+from jpaged.scheduling.request import Request
 from jpaged.scheduling.request_group import RequestGroup, most_serious
+from jpaged.updates import Hypothesis, RequestUpdate, SequenceUpdate
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """A sequence that ended."""
+class StopChecker(Protocol):
+    """Finds stop strings in the text of one sequence."""
 
+    def append(self, token_id: int, *, is_stop_token: bool) -> str | None:
+        """Take the next token; return the stop string that it completed, if any."""
+        ...
+
+    def fork(self) -> Self:
+        """An independent copy, for a sequence that goes on in another way."""
+        ...
+
+
+class _Ranked(NamedTuple):
     score: Decimal
-    completion: CompletionOutput
+    hypothesis: Hypothesis
 
 
 class BeamGroup(RequestGroup):
     """One `Request` a beam. The beams run a step, report their most likely next tokens, and go on
-    as the survivors among the candidates; a beam waits until all others have reported."""
+    as the survivors among the candidates; a beam waits until all others have reported.
+
+    stop_checker: of the prompt's text. None when the search has no stop strings.
+    """
 
     def __init__(
         self,
-        request_id: str,
-        prompt: str | None,
+        number: int,
         params: BeamSearchParams,
         beams: list[Request],
         num_candidates: int,
+        stop_checker: StopChecker | None = None,
     ) -> None:
-        super().__init__(request_id, prompt, params.sampling_params, beams)
+        super().__init__(number, beams)
         self.beam_params = params
         self.search = BeamSearch(
             params.beam_width,
@@ -41,8 +55,10 @@ class BeamGroup(RequestGroup):
             early_stopping=params.early_stopping,
         )
         self.beams = beams
+        self._stop_checkers = None if stop_checker is None else [stop_checker] * len(beams)
         self._reports: dict[Request, TokenLogprobs] = {}
-        self._hypotheses: list[Hypothesis] = []
+        self._ranked: list[_Ranked] = []
+        self._num_settled = 0
 
     def report(self, beam: Request, logprobs: TokenLogprobs) -> None:
         self._reports[beam] = logprobs
@@ -67,25 +83,29 @@ class BeamGroup(RequestGroup):
         """That of the sequences which have ended, as the beams themselves only stop."""
         reason = super().finish_reason
         is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if is_complete and self._hypotheses:
-            return most_serious([each.completion.finish_reason for each in self._hypotheses])
+        if is_complete and self._ranked:
+            return most_serious([each.hypothesis.finish_reason for each in self._ranked])
         return reason
 
     def advance(self) -> Step:
         """Choose among the candidates. The caller moves the blocks, then calls `go_on`."""
         step = self.search.advance([self._reports[beam] for beam in self.beams], self._stops)
-        for candidate, score in step.hypotheses:
-            self._hypotheses.append(Hypothesis(score, self._completion(candidate, score)))
-        self._hypotheses.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
-        del self._hypotheses[self.beam_params.beam_width :]
+        self._ranked += [
+            _Ranked(score, self._hypothesis(candidate, score))
+            for candidate, score in step.hypotheses
+        ]
+        self._sort()
+        del self._ranked[self.beam_params.beam_width :]
         return step
 
     def go_on(self, survivors: list[Candidate]) -> None:
         """Make the beams the survivors' sequences."""
-        grown = [self._grown(survivor) for survivor in survivors]
+        if self._stop_checkers is not None:
+            self._stop_checkers = [self._checked(survivor)[0] for survivor in survivors]
+        grown = [(self._token_ids(survivor), [*self._logprobs(survivor)]) for survivor in survivors]
         self.beams = self.beams[: len(survivors)]
-        for beam, progress in zip(self.beams, grown, strict=True):
-            beam.continue_as(progress)
+        for beam, (token_ids, logprobs) in zip(self.beams, grown, strict=True):
+            beam.continue_as(token_ids, logprobs)
         self._reports.clear()
 
     def end_early(self) -> None:
@@ -94,76 +114,98 @@ class BeamGroup(RequestGroup):
             return
         for beam, logprob in zip(self.beams, self.search.cumulative_logprobs, strict=True):
             score = self.search.score(logprob)
-            completion = replace(
-                beam.completion(), cumulative_logprob=logprob, score=reported_score(score)
-            )
-            self._hypotheses.append(Hypothesis(score, completion))
-        self._hypotheses.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
+            hypothesis = _unfinished(beam, logprob, reported_score(score))
+            self._ranked.append(_Ranked(score, hypothesis))
+        self._sort()
 
-    def _grown(self, candidate: Candidate) -> Progress:
-        """A copy of what the candidate's beam has, and the new token."""
-        beam, report = self.beams[candidate.beam], self._reports[self.beams[candidate.beam]]
-        detokenizer = None if beam.detokenizer is None else beam.detokenizer.fork()
-        return Progress(
-            token_ids=[*beam.token_ids, candidate.token_id],
-            logprobs=[
-                *beam.logprobs,
-                TokenLogprobs(candidate.logprob, report.top[: self.params.logprobs or 0]),
-            ],
-            cumulative_logprob=candidate.cumulative_logprob,
-            detokenizer=detokenizer,
-            stop_string=None
-            if detokenizer is None
-            else detokenizer.append(
-                candidate.token_id, is_stop_token=candidate.token_id in beam.stop_token_ids
-            ),
-        )
+    def take_update(self) -> RequestUpdate:
+        """What is new since the last call. The hypotheses come with the end of the search."""
+        update = super().take_update()
+        return replace(update, hypotheses=self._best()) if self.is_finished else update
+
+    def _take_sequences(self) -> tuple[SequenceUpdate, ...]:
+        """New tokens that all sequences which may win begin with."""
+        start = self._num_settled
+        if self.is_finished:
+            return ()
+        answers = [_Answer(beam.token_ids, beam.num_prompt_tokens) for beam in self.beams]
+        answers += [_Answer(ranked.hypothesis.token_ids, 0) for ranked in self._ranked]
+        while _agree_at(self._num_settled, answers):
+            self._num_settled += 1
+        if start == self._num_settled:
+            return ()
+        first, settled = self.beams[0], slice(start, self._num_settled)
+        answer = slice(first.num_prompt_tokens + start, first.num_prompt_tokens + self._num_settled)
+        return (SequenceUpdate(0, tuple(first.token_ids[answer]), tuple(first.logprobs[settled])),)
+
+    def _best(self) -> tuple[Hypothesis, ...]:
+        best = [ranked.hypothesis for ranked in self._ranked]
+        is_failed = self.beams[0].finish_reason is FinishReason.ERROR
+        if is_failed or not best:  # or aborted, or ended before the first token
+            best = [_unfinished(beam, 0.0, None) for beam in self.beams]
+        return tuple(best[: self.beam_params.num_answers])
+
+    def _sort(self) -> None:
+        self._ranked.sort(key=lambda ranked: ranked.score, reverse=True)
 
     def _stops(self, candidate: Candidate) -> bool:
-        if candidate.token_id in self.beams[candidate.beam].stop_token_ids:
-            return True
-        return bool(self.params.stop) and self._grown(candidate).stop_string is not None
+        return self._is_stop_token(candidate) or self._stop_string(candidate) is not None
 
-    def _completion(self, candidate: Candidate, score: Decimal) -> CompletionOutput:
-        beam, progress = self.beams[candidate.beam], self._grown(candidate)
-        if progress.detokenizer is not None:
-            progress.detokenizer.finish()
-        is_stop_token = candidate.token_id in beam.stop_token_ids
-        is_stopped = is_stop_token or progress.stop_string is not None
-        is_listed = candidate.token_id in (self.params.stop_token_ids or ())
-        return CompletionOutput(
-            index=0,
-            text="" if progress.detokenizer is None else progress.detokenizer.visible_text,
-            token_ids=tuple(progress.token_ids[beam.num_prompt_tokens :]),
-            finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
-            stop_reason=progress.stop_string or (candidate.token_id if is_listed else None),
-            logprobs=None if self.params.logprobs is None else tuple(progress.logprobs),
+    def _is_stop_token(self, candidate: Candidate) -> bool:
+        return candidate.token_id in self.beams[candidate.beam].stop_token_ids
+
+    def _stop_string(self, candidate: Candidate) -> str | None:
+        return None if self._stop_checkers is None else self._checked(candidate)[1]
+
+    def _checked(self, candidate: Candidate) -> tuple[StopChecker, str | None]:
+        """The stop checker of a candidate's sequence, and the stop string at its end."""
+        assert self._stop_checkers is not None
+        checker = self._stop_checkers[candidate.beam].fork()
+        is_stop_token = self._is_stop_token(candidate)
+        return checker, checker.append(candidate.token_id, is_stop_token=is_stop_token)
+
+    def _token_ids(self, candidate: Candidate) -> list[int]:
+        return [*self.beams[candidate.beam].token_ids, candidate.token_id]
+
+    def _logprobs(self, candidate: Candidate) -> tuple[TokenLogprobs, ...]:
+        beam = self.beams[candidate.beam]
+        num_top = beam.params.logprobs or 0
+        top = self._reports[beam].top[:num_top]
+        return (*beam.logprobs, TokenLogprobs(candidate.logprob, top))
+
+    def _hypothesis(self, candidate: Candidate, score: Decimal) -> Hypothesis:
+        beam, stop_string = self.beams[candidate.beam], self._stop_string(candidate)
+        is_stopped = stop_string is not None or self._is_stop_token(candidate)
+        is_listed = candidate.token_id in (beam.params.stop_token_ids or ())
+        return Hypothesis(
+            token_ids=tuple(self._token_ids(candidate)[beam.num_prompt_tokens :]),
+            logprobs=self._logprobs(candidate),
             cumulative_logprob=candidate.cumulative_logprob,
             score=reported_score(score),
+            finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
+            stop_reason=stop_string or (candidate.token_id if is_listed else None),
         )
 
-    def _completions(self) -> tuple[CompletionOutput, ...]:
-        """The best answers at the end; before it, what all sequences that may win begin with."""
-        num_answers = self.beam_params.num_answers
-        if self.is_finished:
-            best = [hypothesis.completion for hypothesis in self._hypotheses]
-            if not best:  # aborted, or ended before the first token
-                best = [beam.completion() for beam in self.beams]
-        else:
-            best = [self._shared_beginning()] * num_answers
-        return tuple(
-            replace(completion, index=index) for index, completion in enumerate(best[:num_answers])
-        )
 
-    def _shared_beginning(self) -> CompletionOutput:
-        completions = [beam.completion() for beam in self.beams]
-        completions += [hypothesis.completion for hypothesis in self._hypotheses]
-        shared = commonprefix([completion.token_ids for completion in completions])
-        text = commonprefix([completion.text for completion in completions])
-        logprobs = self.beams[0].logprobs[: len(shared)]
-        return CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=tuple(shared),
-            logprobs=None if self.params.logprobs is None else tuple(logprobs),
-        )
+class _Answer(NamedTuple):
+    token_ids: Sequence[int]
+    start: int
+
+
+def _agree_at(index: int, answers: Sequence[_Answer]) -> bool:
+    """Whether all answers have the same token there."""
+    places = [start + index for _, start in answers]
+    if any(place >= len(ids) for place, (ids, _) in zip(places, answers, strict=True)):
+        return False
+    return len({ids[place] for place, (ids, _) in zip(places, answers, strict=True)}) == 1
+
+
+def _unfinished(beam: Request, cumulative_logprob: float, score: float | None) -> Hypothesis:
+    """What a beam has when its search ends early."""
+    return Hypothesis(
+        token_ids=tuple(beam.token_ids[beam.num_prompt_tokens :]),
+        logprobs=tuple(beam.logprobs),
+        cumulative_logprob=cumulative_logprob,
+        score=score,
+        finish_reason=beam.finish_reason,
+    )

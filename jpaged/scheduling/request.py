@@ -6,27 +6,16 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from jpaged.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.group_policy import SAMPLING, GroupPolicy
-from jpaged.text.detokenizer import Detokenizer
+from jpaged.updates import SequenceUpdate
 
 
 class RequestStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What an answer consists of so far. stop_string: the one that the last token completed."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    cumulative_logprob: float
-    detokenizer: Detokenizer | None
-    stop_string: str | None
 
 
 @dataclass(eq=False)
@@ -54,6 +43,7 @@ class Request:
     prompt_logprobs: of the prompt's first tokens, as far as they are known; None for the first.
     num_scored_tokens: the same, those included that are on their way.
     token_ids: prompt, then every generated token the host has read.
+    num_handed_over: generated tokens that updates have reported.
     num_computed_tokens: tokens whose K/V are written by steps launched so far; the one truth
         about progress.
     num_in_flight_tokens: tokens sampled by launched steps and not read by the host yet. Their
@@ -78,7 +68,6 @@ class Request:
         max_tokens: int,
         seed: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
-        detokenizer: Detokenizer | None = None,
         cache_keys: Mapping[str, str] | None = None,
         index: int = 0,
         policy: GroupPolicy = SAMPLING,
@@ -101,11 +90,10 @@ class Request:
         self.token_limit = max_tokens
         self.seed = seed
         self.stop_token_ids = stop_token_ids
-        self.detokenizer = detokenizer
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.logprobs: list[TokenLogprobs] = []
-        self.cumulative_logprob = 0.0
+        self.num_handed_over = 0
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_cached_tokens = 0
@@ -119,7 +107,8 @@ class Request:
         self.swapped: SwappedBlocks | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
+        self.stop_reason: int | None = None
+        self._is_end_handed_over = False
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -207,17 +196,10 @@ class Request:
         """Take a token that the device sampled, and finish when it ends the answer."""
         if logprobs is not None:
             self.logprobs.append(logprobs)
-            self.cumulative_logprob += logprobs.logprob
         self.num_in_flight_tokens -= 1
         self.token_ids.append(token_id)
         self._note_token_time()
-        is_stop_token = token_id in self.stop_token_ids
-        stop_string = None
-        if self.detokenizer is not None:
-            stop_string = self.detokenizer.append(token_id, is_stop_token=is_stop_token)
-        if stop_string is not None:
-            self.finish(FinishReason.STOP, stop_string)
-        elif is_stop_token:
+        if token_id in self.stop_token_ids:
             is_listed = token_id in (self.params.stop_token_ids or ())
             self.finish(FinishReason.STOP, token_id if is_listed else None)
         elif self.num_output_tokens >= self.token_limit:
@@ -232,7 +214,6 @@ class Request:
             max_tokens=self.max_tokens,
             seed=seed,
             stop_token_ids=self.stop_token_ids,
-            detokenizer=None if self.detokenizer is None else self.detokenizer.fork(),
             cache_keys=self.cache_keys,
             index=index,
             policy=self.policy,
@@ -241,17 +222,14 @@ class Request:
         child.num_prompt_tokens = self.num_prompt_tokens
         child.num_cached_tokens = self.num_cached_tokens
         child.logprobs = list(self.logprobs)
-        child.cumulative_logprob = self.cumulative_logprob
         child.block_digests = list(self.block_digests)
         return child
 
-    def continue_as(self, progress: Progress) -> None:
+    def continue_as(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         """Become another beam's sequence, one token longer."""
         self.num_in_flight_tokens = 0
-        self.token_ids = progress.token_ids
-        self.logprobs = progress.logprobs
-        self.cumulative_logprob = progress.cumulative_logprob
-        self.detokenizer = progress.detokenizer
+        self.token_ids = token_ids
+        self.logprobs = logprobs
         self._note_token_time()
 
     def _note_token_time(self) -> None:
@@ -259,27 +237,26 @@ class Request:
         if self.first_token_time is None:
             self.first_token_time = self.last_token_time
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
         assert not self.is_finished, f"request {self.request_id} finished twice"
-        # Before the status changes: an error here leaves a request that can still be ended. What
-        # text is held back matters to nobody when the answer is cut off.
-        is_cut = reason in (FinishReason.ABORT, FinishReason.ERROR)
-        if self.detokenizer is not None and not is_cut:
-            self.detokenizer.finish()
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.finished_time = time.monotonic()
 
-    def completion(self) -> CompletionOutput:
-        """A snapshot that later steps do not change."""
+    def take_update(self) -> SequenceUpdate | None:
+        """What is new since the last call; None if nothing is."""
+        start = self.num_handed_over
+        is_end = self.is_finished and not self._is_end_handed_over
+        if start == self.num_output_tokens and not is_end:
+            return None
+        self.num_handed_over = self.num_output_tokens
+        self._is_end_handed_over = self.is_finished
         wants_logprobs = self.num_reported_logprobs is not None
-        return CompletionOutput(
-            index=self.index,
-            text="" if self.detokenizer is None else self.detokenizer.visible_text,
-            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+        return SequenceUpdate(
+            self.index,
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens + start :]),
+            logprobs=tuple(self.logprobs[start:]) if wants_logprobs else (),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
-            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
         )

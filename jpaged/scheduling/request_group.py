@@ -1,28 +1,30 @@
-"""One client's request: one prompt, one or several answers. Host side only: imports no JAX."""
+"""One client's request: one prompt, one or several sequences. Host side only: imports no JAX."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, RequestTiming
-from jpaged.sampling_params import SamplingParams
+from jpaged.outputs import FinishReason, RequestTiming
 from jpaged.scheduling.group_policy import GroupPolicy
 from jpaged.scheduling.request import Request
+from jpaged.updates import RequestUpdate, SequenceUpdate
 
 
 class RequestGroup:
-    """requests: the answers, each with its own tokens and blocks; they share what is equal."""
+    """The sequences of one request, each with its own tokens and blocks; they share what is equal.
 
-    def __init__(
-        self, request_id: str, prompt: str | None, params: SamplingParams, requests: list[Request]
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.num_answers = params.n
+    number: names the request within one engine; `request_id`, which the client may choose, does
+        not.
+    """
+
+    def __init__(self, number: int, requests: list[Request]) -> None:
+        self.number = number
         self.requests = requests
-        self.prompt_token_ids = tuple(requests[0].token_ids)
+        self._has_reported_prompt = requests[0].num_prompt_logprobs is None
         for request in requests:
             request.siblings = requests
+
+    @property
+    def request_id(self) -> str:
+        return self.requests[0].request_id
 
     @property
     def policy(self) -> GroupPolicy:
@@ -38,7 +40,7 @@ class RequestGroup:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How the request ended as a whole: cut if one of its answers was; None before."""
+        """How the request ended as a whole: cut if one of its sequences was; None before."""
         return most_serious([request.finish_reason for request in self.requests])
 
     @property
@@ -51,39 +53,29 @@ class RequestGroup:
         )
 
     def fork(self, request: Request, seed: int) -> Request:
-        """One answer more, which begins as that of the request does so far."""
+        """One sequence more, which begins as the request's does so far."""
         child = request.fork(index=len(self.requests), seed=seed)
         self.requests.append(child)
-        self.num_answers += 1
         return child
 
-    def output(self) -> RequestOutput:
-        """A snapshot that later steps do not change."""
+    def take_update(self) -> RequestUpdate:
+        """What is new since the last call."""
         first = self.requests[0]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=self._completions(),
-            finished=self.is_finished,
+        prompt_logprobs = None
+        if not self._has_reported_prompt and first.is_scored:
+            self._has_reported_prompt = True
+            prompt_logprobs = tuple(first.prompt_logprobs)
+        return RequestUpdate(
+            number=self.number,
+            sequences=self._take_sequences(),
             num_cached_tokens=first.num_cached_tokens,
-            prompt_logprobs=(
-                tuple(first.prompt_logprobs)
-                if self.params.prompt_logprobs is not None and first.is_scored
-                else None
-            ),
             timing=self.timing,
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def _completions(self) -> tuple[CompletionOutput, ...]:
-        completions = [request.completion() for request in self.requests]
-        if len(completions) > self.num_answers:
-            if not self.is_finished:
-                return ()  # which answers are the best is not known yet
-            completions.sort(key=lambda each: -(each.cumulative_logprob or 0.0))
-            best = completions[: self.num_answers]
-            completions = [replace(each, index=index) for index, each in enumerate(best)]
-        return tuple(completions)
+    def _take_sequences(self) -> tuple[SequenceUpdate, ...]:
+        updates = (request.take_update() for request in self.requests)
+        return tuple(update for update in updates if update is not None)
 
 
 def most_serious(reasons: Sequence[FinishReason | None]) -> FinishReason | None:

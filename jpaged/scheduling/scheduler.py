@@ -94,12 +94,13 @@ class Scheduler:
         It computes the last known token again, as its own next token is drawn from those logits.
         """
         is_running = parent.status is RequestStatus.RUNNING
+        num_known = len(parent.token_ids) - 1
         # A parent that is computed again after a preemption writes blocks that it must not share.
-        is_decoding = is_running and parent.num_computed_tokens >= len(parent.token_ids) - 1
+        # Of a single token nothing is shared: the child would write it to the parent's block.
+        is_decoding = is_running and 0 < num_known <= parent.num_computed_tokens
         if is_decoding and self.holdings.free_slots:
             self.holdings.run(child)
             self.tables.share(child, parent)
-            num_known = len(child.token_ids) - 1
             child.num_computed_tokens = min(parent.num_computed_tokens, num_known)
             child.first_scheduled_time = time.monotonic()
         else:

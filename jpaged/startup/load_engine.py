@@ -43,6 +43,7 @@ class LoadedEngine:
     """
 
     engine: Engine
+    inputs: InputProcessor
     model_name: str
     tokenizer: Tokenizer | None
     max_model_len: int
@@ -96,13 +97,12 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     )
     engine = Engine(
         Runner(spec, programs),
-        inputs,
         Metrics(model_name=model_name, max_model_len=max_model_len),
         enable_prefix_caching=config.enable_prefix_caching,
         preemption_mode=config.preemption_mode,
         check_invariants=config.check_invariants,
     )
-    return LoadedEngine(engine, model_name, tokenizer, max_model_len, defaults)
+    return LoadedEngine(engine, inputs, model_name, tokenizer, max_model_len, defaults)
 
 
 def compute_dtype(config: EngineConfig, target: Target) -> jnp.dtype:

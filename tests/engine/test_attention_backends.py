@@ -42,7 +42,7 @@ def answers(llm):
     ]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     outputs = [output for _ in range(2) for output in llm.generate(prompts, params)]
-    llm.engine.scheduler.check_integrity()
+    llm.engine.core.scheduler.check_integrity()
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -61,7 +61,7 @@ def test_kernels_answer_as_xla_does(backend, folder, make_llm):
 
 
 def num_preemptions(llm) -> float:
-    rendered = llm.engine.metrics.render()[0].decode()
+    rendered = llm.engine.core.metrics.render()[0].decode()
     [value] = re.findall(r"^jpaged:num_preemptions_total\{.*\} (.*)$", rendered, re.M)
     return float(value)
 

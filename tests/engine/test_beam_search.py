@@ -46,8 +46,8 @@ def ours(llm, prompts, **options):
     params = BeamSearchParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, **options})
     token_prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.beam_search(token_prompts, params, use_tqdm=False)
-    assert llm.engine.block_pool.num_used == 0
-    llm.engine.scheduler.check_integrity()
+    assert llm.engine.core.block_pool.num_used == 0
+    llm.engine.core.scheduler.check_integrity()
     return [
         ([each.token_ids for each in output.outputs], [each.score for each in output.outputs])
         for output in outputs
@@ -134,34 +134,34 @@ def test_beside_ordinary_requests(folder, make_llm):
         BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS, ignore_eos=True),
     )
     others = [llm.engine.make_request(str(n), prompt, greedy) for n in range(3)]
-    for group in (others[0], beams, *others[1:]):
-        llm.engine.add_request(group)
+    for generation in (others[0], beams, *others[1:]):
+        llm.engine.add_request(generation)
     while llm.engine.has_unfinished:
         llm.engine.step()
     assert [each.token_ids for each in beams.output().outputs] == expected[0]
-    assert all(group.output().outputs[0].token_ids == alone for group in others)
+    assert all(generation.output().outputs[0].token_ids == alone for generation in others)
 
 
 def test_a_step_copies_at_most_the_tails(folder, make_llm):
     """Full blocks are shared by their reference counts; no prompt is computed twice."""
     llm = make_llm(folder)
     prompt = {"prompt_token_ids": list(range(100, 139)), "cache_salt": "copies"}
-    group = llm.engine.make_request(
+    generation = llm.engine.make_request(
         "beams", prompt, BeamSearchParams(beam_width=4, max_tokens=30, ignore_eos=True)
     )
-    llm.engine.add_request(group)
-    schedule, batches = llm.engine.scheduler.schedule, []
+    llm.engine.add_request(generation)
+    schedule, batches = llm.engine.core.scheduler.schedule, []
 
     def recording_schedule():
         batches.append(schedule())
         return batches[-1]
 
-    llm.engine.scheduler.schedule = recording_schedule
+    llm.engine.core.scheduler.schedule = recording_schedule
     try:
         while llm.engine.has_unfinished:
             llm.engine.step()
     finally:
-        del llm.engine.scheduler.schedule
+        del llm.engine.core.scheduler.schedule
     sizes = [batch.num_tokens for batch in batches if batch.num_tokens]
     assert sizes == [39] + [4] * 29
     assert all(len(batch.copies) <= 4 for batch in batches)
@@ -171,12 +171,12 @@ def test_a_step_copies_at_most_the_tails(folder, make_llm):
 def test_shared_beginnings_are_streamed(folder, make_llm):
     """What is shown before the end is what every answer begins with."""
     llm = make_llm(folder)
-    group = llm.engine.make_request(
+    generation = llm.engine.make_request(
         "beams",
         {"prompt_token_ids": PROMPTS[0]},
         BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True),
     )
-    llm.engine.add_request(group)
+    llm.engine.add_request(generation)
     snapshots = []
     while llm.engine.has_unfinished:
         for progressed in llm.engine.step():
@@ -232,17 +232,17 @@ def test_a_pool_too_small_for_all_beams(folder, make_llm):
 def test_aborting_frees_all_beams(folder, make_llm):
     llm = make_llm(folder)
     for num_steps in (1, 2, 5):
-        group = llm.engine.make_request(
+        generation = llm.engine.make_request(
             "beams", {"prompt_token_ids": PROMPTS[1]}, BeamSearchParams(beam_width=4, max_tokens=50)
         )
-        llm.engine.add_request(group)
+        llm.engine.add_request(generation)
         for _ in range(num_steps):
             llm.engine.step()
-        llm.engine.abort(group)
+        llm.engine.abort(generation)
         while llm.engine.has_unfinished:
             llm.engine.step()
-        llm.engine.scheduler.check_integrity()
-        assert llm.engine.block_pool.num_used == 0
+        llm.engine.core.scheduler.check_integrity()
+        assert llm.engine.core.block_pool.num_used == 0
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ class Probe:
         self.engine = make_engine(runner)
         self._answer(SECRET)
         self.output = self._answer(prompt, **options)
-        metrics, _ = self.engine.metrics.render()
+        metrics, _ = self.engine.core.metrics.render()
         metrics = re.sub(r"(?m)^.*(seconds|_created).*$", "", metrics.decode())
         self.reported = (self.output.num_cached_tokens, metrics)
 
     def _answer(self, prompt: list[int], **options):
         params = SamplingParams(max_tokens=1, ignore_eos=True, **options)
-        group = self.engine.make_request("r", {"prompt_token_ids": prompt}, params)
-        schedule = self.engine.scheduler.schedule
+        generation = self.engine.make_request("r", {"prompt_token_ids": prompt}, params)
+        schedule = self.engine.core.scheduler.schedule
         self.num_computed = 0
 
         def counted():
@@ -36,12 +36,12 @@ class Probe:
             self.num_computed += batch.num_tokens
             return batch
 
-        self.engine.scheduler.schedule = counted
-        self.engine.add_request(group)
+        self.engine.core.scheduler.schedule = counted
+        self.engine.add_request(generation)
         while self.engine.has_unfinished:
             self.engine.step()
-        self.engine.scheduler.schedule = schedule
-        return group.output()
+        self.engine.core.scheduler.schedule = schedule
+        return generation.output()
 
 
 def test_no_guess_of_a_single_token_shows():

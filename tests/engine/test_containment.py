@@ -11,9 +11,9 @@ from jpaged.async_engine import AsyncEngine
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.config import EngineConfig
 from jpaged.errors import EngineDeadError, JpagedError
+from jpaged.generation import Generation
 from jpaged.outputs import FinishReason, RequestOutput
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduling.request_group import RequestGroup
 from jpaged.startup.load_engine import LoadedEngine
 from tests.engine.scripted_runner import ScriptedRunner
 from tests.engine.test_engine_machine import EOS, make_engine
@@ -31,7 +31,7 @@ def engine():
 @contextlib.asynccontextmanager
 async def started(engine, monkeypatch) -> AsyncIterator[AsyncEngine]:
     """The asyncio front door of an engine, without a model."""
-    loaded = LoadedEngine(engine, "scripted", None, 48, sampling_defaults={})
+    loaded = LoadedEngine(engine.core, engine.inputs, "scripted", None, 48, sampling_defaults={})
 
     async def load(config: EngineConfig) -> LoadedEngine:
         return loaded
@@ -59,7 +59,7 @@ def metric(engine, name: str, label: str = "") -> float:
 
 def gauges(engine) -> list[float]:
     """Requests that run, requests that wait, and the share of the pool in use."""
-    rendered = engine.metrics.render()[0].decode().splitlines()
+    rendered = engine.core.metrics.render()[0].decode().splitlines()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return [
         float(line.rsplit(" ", 1)[1])
@@ -97,14 +97,14 @@ def test_an_error_of_one_search_ends_it_alone(engine, monkeypatch, caplog):
     with caplog.at_level(logging.ERROR):
         assert all(each.finished for each in asyncio.run(run()))
     assert "OverflowError: a beam's score" in caplog.text
-    assert engine.block_pool.num_used == 0 and not engine.has_unfinished
+    assert engine.core.block_pool.num_used == 0 and not engine.has_unfinished
 
 
 def test_an_error_that_breaks_the_books_stops_the_engine(engine, monkeypatch):
     """Who else reads a block that was lost cannot be told."""
 
     def lose_a_block(*_):
-        engine.block_pool.allocate(1)
+        engine.core.block_pool.allocate(1)
         raise OverflowError
 
     monkeypatch.setattr("jpaged.scheduling.beam_search.BeamSearch.advance", lose_a_block)
@@ -123,11 +123,11 @@ def test_an_error_that_breaks_the_books_stops_the_engine(engine, monkeypatch):
 def test_gauges_after_an_abort_that_no_step_follows(engine, num_steps):
     """O-91"""
     prompt = {"prompt_token_ids": PROMPTS[0]}
-    group = engine.make_request("r", prompt, BeamSearchParams(beam_width=4, max_tokens=20))
-    engine.add_request(group)
+    generation = engine.make_request("r", prompt, BeamSearchParams(beam_width=4, max_tokens=20))
+    engine.add_request(generation)
     for _ in range(num_steps):
         engine.step()
-    engine.abort(group)
+    engine.abort(generation)
     while engine.has_unfinished:
         engine.step()
     assert gauges(engine) == [0, 0, 0]
@@ -141,14 +141,14 @@ def test_a_dead_engine_serves_nothing_and_ends_at_once(engine, monkeypatch):
         async with started(engine, monkeypatch) as front:
             alone = await last_output(front, PROMPTS[0], GREEDY)
             assert alone.finished
-            schedule = engine.scheduler.schedule
+            schedule = engine.core.scheduler.schedule
 
             def fail_later():
-                if engine.scheduler.running:
+                if engine.core.scheduler.running:
                     raise ValueError("no order")
                 return schedule()
 
-            engine.scheduler.schedule = fail_later
+            engine.core.scheduler.schedule = fail_later
             work = [last_output(front, prompt, GREEDY) for prompt in PROMPTS[:3]]
             results = await asyncio.gather(*work, return_exceptions=True)
             assert all(isinstance(each, EngineDeadError) for each in results)
@@ -169,16 +169,16 @@ def test_a_dead_engine_serves_nothing_and_ends_at_once(engine, monkeypatch):
 
 def test_an_output_that_cannot_be_made_ends_one_request(engine, monkeypatch):
     """For the client that reads it; the engine and all others go on."""
-    output = RequestGroup.output
+    output = Generation.output
 
-    def failing(group):
-        if group.prompt_token_ids == tuple(PROMPTS[0]):
+    def failing(generation):
+        if generation.prompt_token_ids == tuple(PROMPTS[0]):
             raise ValueError("no such answer")
-        return output(group)
+        return output(generation)
 
     async def run() -> None:
         async with started(engine, monkeypatch) as front:
-            monkeypatch.setattr(RequestGroup, "output", failing)
+            monkeypatch.setattr(Generation, "output", failing)
             work = [last_output(front, prompt, GREEDY) for prompt in PROMPTS[:3]]
             failed, *others = await asyncio.gather(*work, return_exceptions=True)
             assert isinstance(failed, JpagedError) and "the log says more" in str(failed)
@@ -191,26 +191,28 @@ def test_an_output_that_cannot_be_made_ends_one_request(engine, monkeypatch):
 
 def test_a_token_that_cannot_be_taken_in(engine, monkeypatch):
     """The other answers to the same prompt end with it: a request succeeds or fails as a whole."""
-    take_token = engine._take_token
+    take_token = engine.core._take_token
 
     def fail_on_eos(request, token, logprobs):
         if token == EOS:
             raise ValueError("no such token")
         return take_token(request, token, logprobs)
 
-    monkeypatch.setattr(engine, "_take_token", fail_on_eos)
+    monkeypatch.setattr(engine.core, "_take_token", fail_on_eos)
     params = SamplingParams(n=3, max_tokens=30, ignore_eos=True, seed=1)
-    groups = [
+    generations = [
         engine.make_request(str(number), {"prompt_token_ids": prompt}, params)
         for number, prompt in enumerate(PROMPTS)
     ]
-    for group in groups:
-        engine.add_request(group)
+    for generation in generations:
+        engine.add_request(generation)
     while engine.has_unfinished:
         engine.step()
-    reasons = [{each.finish_reason for each in group.requests} for group in groups]
+    reasons = [
+        {each.finish_reason for each in generation.group.requests} for generation in generations
+    ]
     assert {FinishReason.ERROR} in reasons
-    assert engine.block_pool.num_used == 0
+    assert engine.core.block_pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_prompts_are_counted_once(engine, params):
         engine.add_request(engine.make_request("r", {"prompt_token_ids": prompt}, params))
     while engine.has_unfinished:
         engine.step()
-    rendered = engine.metrics.render()[0].decode().splitlines()
+    rendered = engine.core.metrics.render()[0].decode().splitlines()
     [counted] = [line for line in rendered if line.startswith("jpaged:prompt_tokens_total{")]
     assert float(counted.rsplit(" ", 1)[1]) == sum(map(len, PROMPTS))
 
@@ -245,20 +247,20 @@ def test_prompts_are_counted_once(engine, params):
 )
 def test_a_request_is_observed_once(engine, params, num_sequences, reason):
     """Its tokens are summed, and no sequence counts as a request of its own."""
-    group = engine.make_request("r", {"prompt_token_ids": PROMPTS[0]}, params)
-    engine.add_request(group)
+    generation = engine.make_request("r", {"prompt_token_ids": PROMPTS[0]}, params)
+    engine.add_request(generation)
     while engine.has_unfinished:
         engine.step()
-    assert len(group.requests) == num_sequences
+    assert len(generation.group.requests) == num_sequences
     names = ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens")
     names += ("e2e_request_latency_seconds", "time_to_first_token_seconds")
     names += ("request_time_per_output_token_seconds", "request_decode_time_seconds")
-    assert [metric(engine, f"{name}_count") for name in names] == [1] * len(names)
-    generated = sum(each.num_output_tokens for each in group.requests)
-    assert metric(engine, "request_generation_tokens_sum") == generated
-    assert metric(engine, "generation_tokens_total") == generated
-    success = metric(engine, "request_success_total", f'finished_reason="{reason}"')
-    assert success == metric(engine, "request_success_total") == 1
+    assert [metric(engine.core, f"{name}_count") for name in names] == [1] * len(names)
+    generated = sum(each.num_output_tokens for each in generation.group.requests)
+    assert metric(engine.core, "request_generation_tokens_sum") == generated
+    assert metric(engine.core, "generation_tokens_total") == generated
+    success = metric(engine.core, "request_success_total", f'finished_reason="{reason}"')
+    assert success == metric(engine.core, "request_success_total") == 1
 
 
 def test_a_full_pool_does_not_change_what_was_asked_for():
@@ -267,14 +269,14 @@ def test_a_full_pool_does_not_change_what_was_asked_for():
         ScriptedRunner(num_blocks=4, block_size=4, num_slots=2, max_num_tokens=32), cache=False
     )
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    group = engine.make_request("r", {"prompt_token_ids": [1, 0, 1]}, params)
-    engine.add_request(group)
+    generation = engine.make_request("r", {"prompt_token_ids": [1, 0, 1]}, params)
+    engine.add_request(generation)
     while engine.has_unfinished:
         engine.step()
-    [request] = group.requests
+    [request] = generation.group.requests
     assert request.finish_reason is FinishReason.LENGTH
     assert request.num_output_tokens < 40
-    rendered = engine.metrics.render()[0].decode().splitlines()
+    rendered = engine.core.metrics.render()[0].decode().splitlines()
     name = "jpaged:request_params_max_tokens_sum{"
     [asked] = [line for line in rendered if line.startswith(name)]
     assert float(asked.rsplit(" ", 1)[1]) == 40

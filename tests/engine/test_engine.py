@@ -58,8 +58,8 @@ def params(max_tokens: int | None = 8, **options) -> SamplingParams:
 
 
 def assert_idle(llm: LLM) -> None:
-    llm.engine.scheduler.check_integrity()
-    assert llm.engine.block_pool.num_used == 0
+    llm.engine.core.scheduler.check_integrity()
+    assert llm.engine.core.block_pool.num_used == 0
     assert not llm.engine.has_unfinished
 
 
@@ -232,7 +232,7 @@ def test_all_blocks_come_back(llm, ends):
     steps = 0
     while llm.engine.has_unfinished:
         llm.engine.step()
-        llm.engine.scheduler.check_integrity()
+        llm.engine.core.scheduler.check_integrity()
         steps += 1
         if ends == "abort" and steps in (1, 3, 6):
             llm.engine.abort(requests.pop())
@@ -268,7 +268,7 @@ def test_preempted_requests_lose_nothing(random_folder, make_llm, roomy_answers)
     while llm.engine.has_unfinished:
         for request in llm.engine.step():
             seen.setdefault(request.request_id, []).append(request.output().outputs[0].token_ids)
-    num_preemptions = sum(group.requests[0].num_preemptions for group in requests)
+    num_preemptions = sum(generation.group.requests[0].num_preemptions for generation in requests)
     assert 0 < num_preemptions < 8
     expected = roomy_answers(prompts, [64] * 4)
     for number, request in enumerate(requests):
@@ -303,7 +303,7 @@ def test_500_requests_under_pressure(random_folder, make_llm, roomy_answers, cou
     assert count() == 0
     assert [len(output.outputs[0].token_ids) for output in outputs] == max_tokens
     assert_idle(llm)
-    rendered = llm.engine.metrics.render()[0].decode()
+    rendered = llm.engine.core.metrics.render()[0].decode()
     [num_preemptions] = re.findall(r"^jpaged:num_preemptions_total\{.*\} (.*)$", rendered, re.M)
     assert float(num_preemptions) > 10, num_preemptions
     greedy = [number for number, option in enumerate(options) if option.is_greedy][:60]

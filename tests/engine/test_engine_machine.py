@@ -8,33 +8,33 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine import Engine
 from jpaged.errors import RequestError
+from jpaged.generation import Generation
+from jpaged.inline_engine import InlineEngine
 from jpaged.inputs import InputProcessor, seed_of_answer
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.beam_group import BeamGroup
 from jpaged.scheduling.request import Request
-from jpaged.scheduling.request_group import RequestGroup
 from tests.engine.scripted_runner import VOCAB_SIZE, ScriptedRunner, draw, logprobs_of
 
 MAX_MODEL_LEN = 48
 EOS = 7
 
 
-def make_engine(runner: ScriptedRunner, *, cache: bool = True, mode="auto") -> Engine:
+def make_engine(runner: ScriptedRunner, *, cache: bool = True, mode="auto") -> InlineEngine:
     inputs = InputProcessor(
         None, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS]
     )
-    engine = Engine(
+    core = Engine(
         runner,
-        inputs,
         Metrics(model_name="scripted", max_model_len=MAX_MODEL_LEN),
         enable_prefix_caching=cache,
         preemption_mode=mode,
         check_invariants=True,
     )
-    runner.watch(engine.block_pool)
-    return engine
+    runner.watch(core.block_pool)
+    return InlineEngine(core, inputs)
 
 
 def expected_answer(prompt: list[int], request: Request, begun: list[int]) -> list[int]:
@@ -51,11 +51,11 @@ def expected_beams(prompt: list[int], params: BeamSearchParams):
     engine = make_engine(
         ScriptedRunner(num_blocks=64, block_size=4, num_slots=8, max_num_tokens=64), cache=False
     )
-    group = engine.make_request("alone", {"prompt_token_ids": prompt}, params)
-    engine.add_request(group)
+    generation = engine.make_request("alone", {"prompt_token_ids": prompt}, params)
+    engine.add_request(generation)
     while engine.has_unfinished:
         engine.step()
-    return [(each.token_ids, each.score) for each in group.output().outputs]
+    return [(each.token_ids, each.score) for each in generation.output().outputs]
 
 
 # Few tokens, so that prompts begin alike now and then.
@@ -85,18 +85,18 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine = make_engine(self.runner, cache=cache, mode=mode)
         self.capacity = num_blocks * 4
-        self.prompts: dict[RequestGroup, list[int]] = {}
-        self.aborted: set[RequestGroup] = set()
+        self.prompts: dict[Generation, list[int]] = {}
+        self.aborted: set[Generation] = set()
         self.begun: dict[Request, list[int]] = {}  # answers of forks when they began
         self.cut: set[Request] = set()  # ended by a pool that holds no more tokens
-        schedule = self.engine.scheduler.schedule
+        schedule = self.engine.core.scheduler.schedule
 
         def watched_schedule():
             batch = schedule()
             self.cut.update(each for each in batch.finished if each.params.max_tokens)
             return batch
 
-        self.engine.scheduler.schedule = watched_schedule
+        self.engine.core.scheduler.schedule = watched_schedule
 
     @rule(
         prompt=PROMPTS,
@@ -131,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def add_beams(self, prompt, max_tokens, ignore_eos, width, prompt_logprobs) -> None:
         params = BeamSearchParams(
-            beam_width=min(width, self.engine.max_num_seqs),
+            beam_width=min(width, self.engine.core.max_num_seqs),
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
@@ -145,25 +145,27 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._unfinished())
     @rule(data=st.data(), seed=st.integers(0, 5))
     def fork(self, data, seed) -> None:
-        group = data.draw(st.sampled_from(self._unfinished()))
-        index = data.draw(st.integers(0, len(group.requests) - 1))
-        is_going_on = not group.requests[index].is_finished and group.params.max_tokens != 0
-        is_possible = is_going_on and not isinstance(group, BeamGroup)
+        generation = data.draw(st.sampled_from(self._unfinished()))
+        index = data.draw(st.integers(0, len(generation.group.requests) - 1))
+        is_going_on = (
+            not generation.group.requests[index].is_finished and generation.params.max_tokens != 0
+        )
+        is_possible = is_going_on and not isinstance(generation.group, BeamGroup)
         try:
-            number = self.engine.fork(group, index, seed=seed)
+            number = self.engine.fork(generation, index, seed=seed)
         except RequestError:
             assert not is_possible
         else:
-            child = group.requests[number]
+            child = generation.group.requests[number]
             assert is_possible and child.seed == seed
             self.begun[child] = child.token_ids[child.num_prompt_tokens :]
 
     @precondition(lambda self: self._unfinished())
     @rule(data=st.data())
     def abort(self, data) -> None:
-        group = data.draw(st.sampled_from(self._unfinished()))
-        self.engine.abort(group)
-        self.aborted.add(group)
+        generation = data.draw(st.sampled_from(self._unfinished()))
+        self.engine.abort(generation)
+        self.aborted.add(generation)
 
     @rule(count=st.integers(1, 12))
     def step(self, count) -> None:
@@ -173,7 +175,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def known_blocks_hold_what_they_are_known_for(self) -> None:
-        scheduler = self.engine.scheduler
+        scheduler = self.engine.core.scheduler
         scheduler.check_integrity()
         cache = scheduler.tables.prefix_cache
         for block in scheduler.block_pool.registered_blocks() if cache else ():
@@ -187,44 +189,46 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.engine.step()
         assert not self.engine.has_unfinished, "no progress"
-        scheduler = self.engine.scheduler
+        scheduler = self.engine.core.scheduler
         assert scheduler.block_pool.num_used == 0
         assert scheduler.swap_space.num_used == 0
-        for group, prompt in self.prompts.items():
-            if group not in self.aborted:
-                self._check(group, prompt)
+        for generation, prompt in self.prompts.items():
+            if generation not in self.aborted:
+                self._check(generation, prompt)
 
     def _add(self, prompt: list[int], params, salt: str) -> None:
         fields = {"prompt_token_ids": prompt, "cache_salt": salt}
         try:
-            group = self.engine.make_request(str(len(self.prompts)), fields, params)
+            generation = self.engine.make_request(str(len(self.prompts)), fields, params)
         except RequestError:
             assert len(prompt) > self.capacity or len(prompt) + params.max_tokens > MAX_MODEL_LEN
             return
-        self.engine.add_request(group)
-        self.prompts[group] = list(prompt)
+        self.engine.add_request(generation)
+        self.prompts[generation] = list(prompt)
 
-    def _unfinished(self) -> list[RequestGroup]:
-        return [group for group in getattr(self, "prompts", ()) if not group.is_finished]
+    def _unfinished(self) -> list[Generation]:
+        return [
+            generation for generation in getattr(self, "prompts", ()) if not generation.is_finished
+        ]
 
-    def _check(self, group: RequestGroup, prompt: list[int]) -> None:
-        outputs = group.output().outputs
-        number = group.params.prompt_logprobs
-        if number is not None and not self.cut & set(group.requests):
+    def _check(self, generation: Generation, prompt: list[int]) -> None:
+        outputs = generation.output().outputs
+        number = generation.params.prompt_logprobs
+        if number is not None and not self.cut & set(generation.group.requests):
             expected = [
                 logprobs_of(prompt[:position], prompt[position], number)
                 for position in range(1, len(prompt))
             ]
-            assert group.output().prompt_logprobs == (None, *expected)
-        if isinstance(group, BeamGroup):
-            if not self.cut & set(group.requests):
+            assert generation.output().prompt_logprobs == (None, *expected)
+        if isinstance(generation.group, BeamGroup):
+            if not self.cut & set(generation.group.requests):
                 got = [(each.token_ids, each.score) for each in outputs]
-                assert got == expected_beams(prompt, group.beam_params)
+                assert got == expected_beams(prompt, generation.group.beam_params)
             return
-        for request, output in zip(group.requests, outputs, strict=True):
+        for request, output in zip(generation.group.requests, outputs, strict=True):
             answer = list(output.token_ids)
             if request not in self.begun:
-                assert request.seed == seed_of_answer(group.params.seed, request.index)
+                assert request.seed == seed_of_answer(generation.params.seed, request.index)
             expected = expected_answer(prompt, request, self.begun.get(request, []))
             if request in self.cut or len(answer) < len(expected):  # the pool was full
                 assert request.finish_reason is FinishReason.LENGTH

@@ -34,14 +34,14 @@ def test_answers_that_start_late_share_the_prompt():
     """Eight answers on six slots: the prompt's full blocks exist once."""
     runner = ScriptedRunner(num_blocks=60, block_size=4, num_slots=6, max_num_tokens=32)
     engine = make_engine(runner, cache=False)
-    group = added(engine, PROMPT, sampling(6, n=6))
+    generation = added(engine, PROMPT, sampling(6, n=6))
     other = added(engine, [4, 4], sampling(12))
     while not other.is_finished:
         engine.step()
-        tables = [each.block_ids for each in group.requests if each.block_ids]
+        tables = [each.block_ids for each in generation.group.requests if each.block_ids]
         assert len({tuple(table[:2]) for table in tables}) <= 1
     run(engine)
-    assert_answered(group, PROMPT)
+    assert_answered(generation, PROMPT)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -62,12 +62,12 @@ def test_preempted_beams_find_what_they_find_alone(num_blocks, length, width, ca
         )
         engine = make_engine(runner, cache=cache, mode=mode)
         earlier = [added(engine, each, sampling(24)) for each in others]
-        group = added(engine, prompt, params)
+        generation = added(engine, prompt, params)
         run(engine)
         for each, own in zip(earlier, others, strict=True):
             assert_answered(each, own)
-        preempted = sum(request.num_preemptions for request in group.requests)
-        return group.output().outputs, preempted
+        preempted = sum(request.num_preemptions for request in generation.group.requests)
+        return generation.output().outputs, preempted
 
     expected, _ = answer()
     assert all(len(each.token_ids) == 12 for each in expected)
@@ -88,7 +88,7 @@ def test_a_fork_of_a_request_that_is_computed_again():
     forked = False
     while engine.has_unfinished:
         engine.step()
-        request = second.requests[0]
+        request = second.group.requests[0]
         is_recomputed = request.num_preemptions and request.slot is not None
         if is_recomputed and not forked and not request.is_finished:
             engine.fork(second, 0, seed=3)
@@ -121,7 +121,7 @@ def test_a_blocked_request_is_not_looked_at_in_every_step(monkeypatch):
     blocked = added(engine, [6] * 40, sampling(2), cache_salt="salt")
     for _ in range(30):
         engine.step()
-    [request] = blocked.requests
+    [request] = blocked.group.requests
     assert request.first_scheduled_time is None, "it should wait for blocks"
     assert matches[request] == 1
     run(engine)
@@ -140,19 +140,19 @@ def test_blocked_siblings_in_host_memory_are_not_looked_at_in_every_step(monkeyp
     )
     engine = make_engine(runner, mode="swap")
     first = added(engine, PROMPT, sampling(36))
-    group = added(engine, [5, *PROMPT], sampling(30, n=3, temperature=1.0))
-    while not engine.scheduler.num_swapped:
+    generation = added(engine, [5, *PROMPT], sampling(30, n=3, temperature=1.0))
+    while not engine.core.scheduler.num_swapped:
         engine.step()
     before, num_blocked = matches.total(), 0
     while not first.is_finished:
-        assert engine.scheduler.num_swapped == 3
+        assert engine.core.scheduler.num_swapped == 3
         engine.step()
         num_blocked += 1
     assert num_blocked >= 10, "they came back at once"
     assert matches.total() - before == 3
     run(engine)
     assert_answered(first, PROMPT)
-    assert_answered(group, [5, *PROMPT])
+    assert_answered(generation, [5, *PROMPT])
 
 
 def test_waiting_requests_leave_in_any_order_at_once():
@@ -161,11 +161,11 @@ def test_waiting_requests_leave_in_any_order_at_once():
     engine = make_engine(runner)
     groups = [added(engine, [1, index % 7], sampling(2)) for index in range(2000)]
     compared = Counter()
-    kind = type(groups[0].requests[0])
+    kind = type(groups[0].group.requests[0])
     kind.__eq__ = lambda self, other: compared.update(["=="]) or self is other
     try:
-        for group in groups[::-2]:
-            engine.abort(group)
+        for generation in groups[::-2]:
+            engine.abort(generation)
     finally:
         del kind.__eq__
     assert compared["=="] < 10 * len(groups)
@@ -185,9 +185,9 @@ def test_beams_that_can_never_run_together_are_refused(length, width):
 
     params = BeamSearchParams(beam_width=width, max_tokens=9, ignore_eos=True)
     engine = engine_with(needed)
-    group = added(engine, prompt, params)
+    generation = added(engine, prompt, params)
     run(engine)
-    assert all(len(each.token_ids) > 1 for each in group.output().outputs)
+    assert all(len(each.token_ids) > 1 for each in generation.output().outputs)
     engine = engine_with(needed - 1)
     message = (
         rf"beam_width {width} needs at least {needed} KV blocks .* whole pool has {needed - 1}\. "
@@ -197,9 +197,9 @@ def test_beams_that_can_never_run_together_are_refused(length, width):
         with pytest.raises(RequestError, match=message) as error:
             added(engine, prompt, params)
         assert error.value.param == "beam_width"
-        group = added(engine, prompt, replace(params, max_tokens=1))
+        generation = added(engine, prompt, replace(params, max_tokens=1))
         run(engine)
-        assert len(group.output().outputs) == width
+        assert len(generation.output().outputs) == width
 
 
 def test_a_search_starts_with_all_its_beams():
@@ -212,7 +212,7 @@ def test_a_search_starts_with_all_its_beams():
     short = [added(engine, [3, index], sampling(3)) for index in range(4)]
     while not search.is_finished:
         engine.step()
-        slots = {each.slot for each in search.requests}
+        slots = {each.slot for each in search.group.requests}
         assert slots == {None} or long.is_finished
         assert not long.is_finished or all(each.is_finished for each in short)
     answers = [(each.token_ids, each.score) for each in search.output().outputs]
@@ -230,11 +230,11 @@ def test_a_search_is_not_overtaken_for_ever(num_blocks, width):
     params = BeamSearchParams(beam_width=width, max_tokens=8, ignore_eos=True)
     search = added(engine, PROMPT, params)
     younger = []
-    while not any(each.slot is not None for each in search.requests):
+    while not any(each.slot is not None for each in search.group.requests):
         assert len(younger) < 100, "it waits for ever"
         younger.append(added(engine, [3, len(younger) % 7], sampling(4 + len(younger) % 3)))
         engine.step()
-    started = [each for each in younger if each.requests[0].first_scheduled_time is not None]
+    started = [each for each in younger if each.group.requests[0].first_scheduled_time is not None]
     assert 0 < len(started) <= 4
     run(engine)
     answers = [(each.token_ids, each.score) for each in search.output().outputs]

@@ -42,7 +42,7 @@ def test_engine_goes_on_after_an_interrupt(folder, make_llm, monkeypatch, moment
     result is assigned; also when a second one follows."""
     llm = make_llm(folder)
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
-    runner = llm.engine._runner
+    runner = llm.engine.core._runner
     steps = itertools.count()
 
     def interrupted(function):
@@ -66,10 +66,10 @@ def test_engine_goes_on_after_an_interrupt(folder, make_llm, monkeypatch, moment
             patched.setattr(runner, moment, interrupted(getattr(runner, moment)))
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    assert not llm.engine.scheduler.has_requests
+    assert not llm.engine.core.scheduler.has_requests
     after = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
     assert after == expected
-    assert llm.engine.block_pool.num_used == 0
+    assert llm.engine.core.block_pool.num_used == 0
 
 
 def test_beams_and_refusals_leave_the_engine_usable(folder, make_llm, monkeypatch):

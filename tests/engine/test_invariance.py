@@ -85,18 +85,20 @@ def answer_of(output) -> Answer:
 def answer_all(llm, names) -> list[Answer]:
     """Of requests that are all there from the beginning."""
     engine = llm.engine
-    groups = [engine.make_request(name, KINDS[name].prompt, KINDS[name].params) for name in names]
-    for group in groups:
-        engine.add_request(group)
+    generations = [
+        engine.make_request(name, KINDS[name].prompt, KINDS[name].params) for name in names
+    ]
+    for generation in generations:
+        engine.add_request(generation)
     while engine.has_unfinished:
-        for group in engine.step():
-            output = group.output()
+        for generation in engine.step():
+            output = generation.output()
             has_begun = any(each.token_ids for each in output.outputs)
-            if group.params.prompt_logprobs is not None and has_begun:
+            if generation.params.prompt_logprobs is not None and has_begun:
                 assert output.prompt_logprobs is not None, "an answer before its prompt's scores"
-    engine.scheduler.check_integrity()
-    assert engine.block_pool.num_used == 0
-    return [answer_of(group.output()) for group in groups]
+    engine.core.scheduler.check_integrity()
+    assert engine.core.block_pool.num_used == 0
+    return [answer_of(generation.output()) for generation in generations]
 
 
 def assert_equal(got: Answer, expected: Answer, case: str, *, tolerance: float) -> None:
@@ -108,7 +110,7 @@ def assert_equal(got: Answer, expected: Answer, case: str, *, tolerance: float) 
 
 def poison(llm) -> None:
     """From now on. Everything that a new engine has is garbage."""
-    runner, watch = llm.engine._runner, Poison(llm.engine.block_pool)
+    runner, watch = llm.engine.core._runner, Poison(llm.engine.core.block_pool)
     runner._pools = tuple(jnp.full_like(pool, jnp.nan) for pool in runner._pools)
     move_blocks = runner.move_blocks
 
@@ -125,7 +127,7 @@ def poison(llm) -> None:
 
 def preemptions(llm) -> np.ndarray:
     """All so far, and those that moved blocks to host memory."""
-    rendered = llm.engine.metrics.render()[0].decode()
+    rendered = llm.engine.core.metrics.render()[0].decode()
     names = ("num_preemptions", "num_swap_outs")
     found = [re.search(rf"^jpaged:{name}_total{{.*}} (.*)$", rendered, re.M) for name in names]
     return np.array([float(match[1]) for match in found if match])

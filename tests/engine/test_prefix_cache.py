@@ -165,7 +165,7 @@ def test_evicted_blocks_are_not_found(folder, make_llm):
         token_ids, num_cached = answer(llm, prompts[name])
         assert token_ids == expected[name]
         assert num_cached <= 48
-        llm.engine.scheduler.check_integrity()
+        llm.engine.core.scheduler.check_integrity()
 
 
 def test_salts_separate_tenants(folder, make_llm):

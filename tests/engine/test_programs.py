@@ -26,7 +26,7 @@ def llm(tmp_path_factory, make_llm):
 
 @pytest.fixture(scope="module")
 def spec(llm):
-    return llm.engine._runner.spec
+    return llm.engine.core._runner.spec
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_bucket_growth_decides_how_many_programs_there_are(spec, growth, rows, t
 
 def test_compiled_programs_refuse_other_shapes(llm, spec):
     num_rows = spec.num_slots
-    program = llm.engine._runner._programs.sample[num_rows]
+    program = llm.engine.core._runner._programs.sample[num_rows]
     hidden = np.zeros((num_rows, spec.model.config.hidden_size), np.float32)
     last_token = np.zeros(num_rows, np.int32)
     ints = np.zeros((NUM_SAMPLING_INTS, num_rows - 1), np.int32)
@@ -110,7 +110,7 @@ def test_pools_keep_their_place(llm):
     """Donated and updated in place: the buffers of the first layer never move."""
     from jpaged.sampling_params import SamplingParams
 
-    runner = llm.engine._runner
+    runner = llm.engine.core._runner
 
     def address():
         return runner._pools[0].addressable_data(0).unsafe_buffer_pointer()

@@ -25,7 +25,7 @@ def values(output: RequestOutput) -> np.ndarray:
 def ask(llm, token_ids, params, salt: str | None = None) -> RequestOutput:
     prompt = {"prompt_token_ids": list(token_ids)}
     [output] = llm.generate([prompt if salt is None else prompt | {"cache_salt": salt}], params)
-    llm.engine.scheduler.check_integrity()
+    llm.engine.core.scheduler.check_integrity()
     return output
 
 
@@ -141,7 +141,7 @@ def test_scoring_counts_in_the_metrics(folder, make_llm):
     llm = make_llm(folder)
 
     def counts() -> list[float]:
-        lines = llm.engine.metrics.render()[0].decode().splitlines()
+        lines = llm.engine.core.metrics.render()[0].decode().splitlines()
         names = ("prompt_tokens_total{", "prefix_cache_hits_total{", "request_success_total{")
         return [
             sum(float(line.split()[-1]) for line in lines if line.startswith("jpaged:" + name))

@@ -41,7 +41,7 @@ def test_each_answer_reads_its_own_blocks(folder, make_llm, length, cache):
             best, logprob = alone.outputs[0].logprobs[0].top[0]
             assert completion.logprobs[count].top[0][0] == best
             assert abs(completion.logprobs[count].top[0][1] - logprob) < 1e-3
-    assert llm.engine.block_pool.num_used == 0
+    assert llm.engine.core.block_pool.num_used == 0
 
 
 def test_best_of_returns_the_likeliest(folder, make_llm):

@@ -7,8 +7,8 @@ import pytest
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.config import EngineConfig
+from jpaged.generation import Generation
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduling.request_group import RequestGroup
 from tests.random_llama import save_random_llama
 
 NUM_TOKENS = 12
@@ -21,7 +21,7 @@ def front(make_llm, tmp_path_factory):
     """An `AsyncEngine` around an engine that exists."""
     llm = make_llm(save_random_llama(tmp_path_factory.mktemp("random")))
     engine = AsyncEngine(EngineConfig(model="m"))
-    engine._loaded = SimpleNamespace(engine=llm.engine)
+    engine._loaded = SimpleNamespace(engine=llm.engine.core, inputs=llm.engine.inputs)
     engine._thread.start()
     yield engine
     asyncio.run(engine.shutdown())
@@ -30,8 +30,8 @@ def front(make_llm, tmp_path_factory):
 @pytest.fixture
 def count_snapshots(monkeypatch):
     made = []
-    output = RequestGroup.output
-    monkeypatch.setattr(RequestGroup, "output", lambda self: made.append(self) or output(self))
+    output = Generation.output
+    monkeypatch.setattr(Generation, "output", lambda self: made.append(self) or output(self))
     return made
 
 

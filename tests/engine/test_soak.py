@@ -8,6 +8,7 @@ import pytest
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.engine import Engine
+from jpaged.inline_engine import InlineEngine
 from jpaged.inputs import InputProcessor
 from jpaged.metrics import Metrics
 from jpaged.sampling_params import SamplingParams
@@ -31,10 +32,11 @@ class UnwatchedRunner(ScriptedRunner):
         return [len(request.token_ids) % VOCAB_SIZE, num_tokens % VOCAB_SIZE]
 
 
-def make_engine() -> Engine:
+def make_engine() -> InlineEngine:
     runner = UnwatchedRunner(num_blocks=400, block_size=16, num_slots=64, max_num_tokens=512)
     inputs = InputProcessor(None, vocab_size=VOCAB_SIZE, max_model_len=256, eos_token_ids=[])
-    return Engine(runner, inputs, Metrics(model_name="soak", max_model_len=256))
+    core = Engine(runner, Metrics(model_name="soak", max_model_len=256))
+    return InlineEngine(core, inputs)
 
 
 def draw_params(choose: random.Random):
@@ -51,31 +53,31 @@ def test_time_and_memory_stay_flat(capsys: pytest.CaptureFixture[str]) -> None:
     open_groups: dict[int, object] = {}
     number, num_aborted, parts = 0, 0, []
     for part in range(1, NUM_PARTS + 1):
-        timings = engine.step_timings = type(engine.step_timings)()
+        timings = engine.core.step_timings = type(engine.core.step_timings)()
         while number < part * NUM_REQUESTS // NUM_PARTS:
             while len(open_groups) < NUM_OPEN and number < NUM_REQUESTS:
                 prompt = choose.choice(beginnings)[: choose.randint(1, 100)]
                 prompt = [*prompt, choose.randrange(VOCAB_SIZE)]
-                group = engine.make_request(
+                generation = engine.make_request(
                     str(number), {"prompt_token_ids": prompt}, draw_params(choose)
                 )
-                engine.add_request(group)
-                open_groups[number] = group
+                engine.add_request(generation)
+                open_groups[number] = generation
                 number += 1
             for each in [each for each in open_groups if each in aborted and choose.random() < 0.1]:
                 engine.abort(open_groups.pop(each))
                 num_aborted += 1
-            for group in engine.step():
-                if group.is_finished:
-                    group.output()
-                    open_groups.pop(int(group.request_id), None)
+            for generation in engine.step():
+                if generation.is_finished:
+                    generation.output()
+                    open_groups.pop(int(generation.request_id), None)
         gc.collect()
         seconds = timings.scheduling + timings.processing
         parts.append((1e3 * seconds / timings.num_steps, len(gc.get_objects())))
     while engine.has_unfinished:
         engine.step()
-    engine.scheduler.check_integrity()
-    assert engine.block_pool.num_used == 0
+    engine.core.scheduler.check_integrity()
+    assert engine.core.block_pool.num_used == 0
     with capsys.disabled():
         print(f"\n{num_aborted} aborted in time; milliseconds of the host a step, objects alive:")
         print(*(f"{time:8.3f} {count:9,}" for time, count in parts), sep="\n")

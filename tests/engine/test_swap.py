@@ -137,7 +137,7 @@ def test_aborting_a_swapped_request_frees_its_room():
 def test_blocks_come_back_as_they_went(folder, make_llm):
     """In chunks of every size; into other blocks, some of which nobody needs any more."""
     llm = make_llm(folder, preemption_mode="swap")
-    runner = llm.engine._runner
+    runner = llm.engine.core._runner
     random = np.random.default_rng(0)
     before = tuple(
         jnp.asarray(random.standard_normal(pool.shape, np.float32)) for pool in runner._pools
@@ -162,7 +162,7 @@ def test_swapping_is_chosen_by_what_was_measured(folder, make_llm):
     """On this machine, too: a block of a tiny model is moved in microseconds or computed in
     milliseconds."""
     llm = make_llm(folder, num_gpu_blocks_override=14, swap_space=0.1)
-    space = llm.engine.scheduler.swap_space
+    space = llm.engine.core.scheduler.swap_space
     assert space.num_blocks > 0 and space.costs.swap_seconds > 0
     prompts = [{"prompt_token_ids": [number] * 40} for number in range(6)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -199,6 +199,6 @@ def test_bad_options_are_refused(options, message):
     ],
 )
 def test_programs_are_compiled_only_for_those_who_swap(folder, make_llm, options, has_swap):
-    spec = make_llm(folder, **options).engine._runner.spec
+    spec = make_llm(folder, **options).engine.core._runner.spec
     assert (spec.num_swap_blocks > 0) == has_swap
     assert spec.swap_chunks == ((16, 4, 1) if has_swap else ())

@@ -10,12 +10,12 @@ from typing import Any
 
 from jpaged.async_engine import AsyncEngine
 from jpaged.errors import EngineDeadError
+from jpaged.generation import Generation
 from jpaged.inputs import InputProcessor, Prompt, chat_prompt
 from jpaged.metrics import Metrics
 from jpaged.outputs import FinishReason, RequestOutput, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.request import Request
-from jpaged.scheduling.request_group import RequestGroup
 from jpaged.text.tokenizer import Tokenizer
 from tests.doubles import EOS, byte_tokenizer, save_tokenizer
 
@@ -51,7 +51,7 @@ class ScriptedEngine(AsyncEngine):
         self.least_logprob = -math.inf
         self.failure: Exception | None = None
         self.dead: EngineDeadError | None = None
-        self.running: dict[str, RequestGroup] = {}
+        self.running: dict[str, Generation] = {}
         self.num_started = 0
         self.num_generated = 0
         self.last_params: SamplingParams | None = None
@@ -73,7 +73,7 @@ class ScriptedEngine(AsyncEngine):
         *,
         request_id: str | None = None,
         arrival_time: float | None = None,
-    ) -> RequestGroup:
+    ) -> Generation:
         self.last_params = params
         request_id = request_id or f"request-{self.num_started}"
         return self._inputs.request(request_id, prompt, params, arrival_time=arrival_time)
@@ -101,39 +101,46 @@ class ScriptedEngine(AsyncEngine):
             self.failure = EngineDeadError("the engine was shut down")
 
     async def run(
-        self, group: RequestGroup, *, skip_middle: bool = False
+        self, generation: Generation, *, skip_middle: bool = False
     ) -> AsyncGenerator[RequestOutput]:
-        request_id = group.request_id
+        request_id = generation.request_id
         assert request_id not in self.running
-        self.running[request_id] = group
+        self.running[request_id] = generation
         self.num_started += 1
-        for request in group.requests:
+        requests = generation.group.requests
+        for request in requests:
             request.first_scheduled_time = time.monotonic()
         try:
-            self._score(group.requests[0])
-            if group.params.max_tokens == 0:
-                group.requests[0].finish(FinishReason.LENGTH)
-                yield group.output()
+            self._score(requests[0])
+            if generation.params.max_tokens == 0:
+                requests[0].finish(FinishReason.LENGTH)
+                self._take_update(generation)
+                yield generation.output()
                 return
-            scripts = [cycle(self._script(request)) for request in group.requests]
+            scripts = [cycle(self._script(request)) for request in requests]
             for step in count(1):
                 await asyncio.sleep(self.seconds_per_token)
                 if self.failure is not None:
                     raise self.failure
-                for request, script in zip(group.requests, scripts, strict=True):
+                for request, script in zip(requests, scripts, strict=True):
                     if not request.is_finished and request.index < step:
                         self._append(request, next(script))
+                self._take_update(generation)
                 is_due = step == 1 if skip_middle else step % self.tokens_per_snapshot == 0
-                if group.is_finished or is_due:
-                    yield group.output()
-                if group.is_finished:
+                if generation.is_finished or is_due:
+                    yield generation.output()
+                if generation.is_finished:
                     return
         finally:
-            for request in group.requests:
+            for request in requests:
                 if not request.is_finished:
                     request.finish(FinishReason.ABORT)
-            self.metrics.record_finished(group)
+            self.metrics.record_finished(generation.group)
             del self.running[request_id]
+
+    def _take_update(self, generation: Generation) -> None:
+        for index in generation.take(generation.group.take_update()):
+            generation.group.requests[index].finish(FinishReason.STOP)
 
     def _script(self, request: Request) -> list[int]:
         tokenizer = self._inputs.tokenizer

@@ -31,7 +31,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningS
     runner = ScriptedRunner(num_blocks=60, block_size=4, num_slots=8, max_num_tokens=32)
     engine = make_engine(runner)
     engine.inputs.tokenizer = tokenizer
-    loaded = LoadedEngine(engine, "scripted", tokenizer, MAX_MODEL_LEN, sampling_defaults={})
+    loaded = LoadedEngine(
+        engine.core, engine.inputs, "scripted", tokenizer, MAX_MODEL_LEN, sampling_defaults={}
+    )
 
     async def load(config: EngineConfig) -> LoadedEngine:
         return loaded

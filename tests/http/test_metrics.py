@@ -122,7 +122,7 @@ def run_to_the_end(metrics: Metrics, request: Request, num_tokens: int) -> None:
             metrics.record_prompt(request)
         metrics.record_tokens(request, 1, 0.5 if number else None)
     request.finish(FinishReason.STOP)
-    metrics.record_finished(RequestGroup("r", None, request.params, [request]))
+    metrics.record_finished(RequestGroup(0, [request]))
 
 
 def assert_stages_add_up(found: dict[str, float]) -> None:
@@ -159,7 +159,7 @@ def test_aborted_before_the_first_token(
     if is_scheduled:
         request.first_scheduled_time = time.monotonic()
     request.finish(FinishReason.ABORT)
-    metrics.record_finished(RequestGroup("r", None, request.params, [request]))
+    metrics.record_finished(RequestGroup(0, [request]))
     found = values(metrics.render()[0])
     assert found["request_success_total[abort]"] == 1
     assert found["time_to_first_token_seconds_count"] == 0

@@ -8,8 +8,8 @@ from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from jpaged.generation import Generation
 from jpaged.outputs import RequestOutput
-from jpaged.scheduling.request_group import RequestGroup
 from tests.http.conftest import RunningServer
 from tests.http.scripted_engine import MODEL_NAME
 from tests.http.sse import DONE, parse_events
@@ -174,13 +174,13 @@ def test_fewer_answers_than_asked_for(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """A beam search may end so; choices of the next prompt keep their indices."""
-    complete = RequestGroup.output
+    complete = Generation.output
 
-    def without_last(group: RequestGroup) -> RequestOutput:
-        output = complete(group)
+    def without_last(generation: Generation) -> RequestOutput:
+        output = complete(generation)
         return replace(output, outputs=output.outputs[:2])
 
-    monkeypatch.setattr(RequestGroup, "output", without_last)
+    monkeypatch.setattr(Generation, "output", without_last)
     response = server.post(COMPLETIONS, {"prompt": list(PROMPTS), "n": 3, "stream": stream})
     if stream:
         chunks = parse_events(response.content)[:-1]
