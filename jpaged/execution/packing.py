@@ -1,91 +1,146 @@
-"""A scheduled batch as the packed arrays of `step_inputs.py`."""
+"""A scheduled batch as the arrays that its step takes from the host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from jpaged.execution.step_inputs import (
-    NUM_SAMPLING_FLOATS,
-    NUM_SAMPLING_INTS,
-    ForwardShape,
-    sampling_columns,
-)
+from jpaged.execution.slot_mirror import SlotMirror
+from jpaged.execution.step_inputs import NO_TARGET, ForwardShape
+from jpaged.scheduling.request import Request
 from jpaged.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
-NO_LOGPROBS = -1
-NO_TARGET = -1
+
+@dataclass(frozen=True)
+class PackedArrays:
+    """Fresh arrays, as the device may still read those of the step before.
+
+    forward: laid out by `ForwardShape`. early_writes: changes of the state that do not fit in
+    there and go ahead of the step, laid out by `SlotState.write`.
+    """
+
+    forward: Int[np.ndarray, "I"]
+    early_writes: list[Int[np.ndarray, "2 W"]]
 
 
-def pack_forward(
-    batch: ScheduledBatch, shape: ForwardShape, block_tables: Int[np.ndarray, "R M"]
-) -> Int[np.ndarray, "I"]:
-    """block_tables: the table of every slot. A fresh array: the device may still read the last."""
+def pack_step(
+    batch: ScheduledBatch,
+    sampled: Sequence[Request],
+    shape: ForwardShape,
+    mirror: SlotMirror,
+    *,
+    num_early_writes: int,
+) -> PackedArrays:
+    """Pack a batch, and what has changed in the slots since the last one.
+
+    sampled: the requests that get a token, in the order of the rows. num_early_writes: the size
+    of an array of early writes.
+    """
     rows = batch.rows
+    requests = [row.request for row in rows]
+    row_slots = _slots(requests)
+    slots = _ints(row_slots)
+    starts = _ints([row.start for row in rows])
+    num_tokens = _ints([row.num_tokens for row in rows])
+    writes = mirror.take_over(requests + [sibling for row in rows for sibling in row.forks])
+    writes += mirror.advance(slots, starts, starts + num_tokens)
+    last, early = _split_writes(
+        np.concatenate(writes, axis=1),
+        num_last=shape.num_writes,
+        num_early=num_early_writes,
+        padding=mirror.shape.num_addresses,
+    )
     packed = np.zeros(shape.packed_size, np.int32)
     views = shape.split(packed)
-    token_ids = [token for row in rows for token in _token_ids(row)]
+    token_ids = _token_ids(rows, row_slots)
     views["token_ids"][: len(token_ids)] = token_ids
-    slots = [row.request.running_slot for row in rows]
-    np.take(block_tables, slots, axis=0, out=views["block_tables"][: len(rows)])
-    views["context_lens"][: len(rows)] = [row.start + row.num_tokens for row in rows]
-    ends = np.cumsum([row.num_tokens for row in rows])
+    views["slots"][...] = mirror.shape.num_slots
+    views["slots"][: len(rows)] = slots
+    ends = np.cumsum(num_tokens, dtype=np.int32)
     views["query_starts"][1 : len(rows) + 1] = ends
     views["query_starts"][len(rows) + 1 :] = len(token_ids)
     views["num_decodes"][...] = len(batch.decodes)
-    outputs = [end - 1 for row, end in zip(rows, ends, strict=True) for _ in row.sampled]
-    outputs += [
-        end - row.num_tokens + position - 1 - row.start
-        for row, end in zip(rows, ends, strict=True)
-        for position in row.scored
-    ]
-    views["output_tokens"][: len(outputs)] = outputs
-    return packed
+    views["writes"][...] = last
+    views["output_slots"][...] = mirror.shape.num_slots
+    views["output_targets"][...] = NO_TARGET
+    _pack_sampled(views, rows, sampled, ends)
+    _pack_scored(views, rows, ends, first=len(sampled))
+    return PackedArrays(packed, early)
 
 
-def _token_ids(row: ScheduledRequest) -> Sequence[int]:
-    known = row.request.token_ids[row.start : row.start + row.num_tokens]
-    if len(known) < row.num_tokens:
-        assert len(known) == row.num_tokens - 1
-        return [*known, ~row.request.running_slot]
-    return known
+def _token_ids(rows: Sequence[ScheduledRequest], slots: Sequence[int]) -> list[int]:
+    """Return the tokens of the rows, and `~slot` for one that only the device knows yet."""
+    token_ids: list[int] = []
+    for row, slot in zip(rows, slots, strict=True):
+        known, start = row.request.token_ids, row.start
+        num_missing = start + row.num_tokens - len(known)
+        if num_missing <= 0:
+            token_ids += known[start : start + row.num_tokens]
+        else:
+            assert num_missing == 1, f"{row.request.request_id} lacks {num_missing} tokens"
+            token_ids += known[start:]
+            token_ids.append(~slot)
+    return token_ids
 
 
-def pack_sampling(
-    batch: ScheduledBatch, num_rows: int, padding_slot: int
-) -> tuple[Int[np.ndarray, "7 S"], Float[np.ndarray, "2 S"]]:
-    """Sampled rows, then prompt tokens to score, as `pack_forward` orders their hidden states.
+def _pack_sampled(
+    views: dict[str, np.ndarray],
+    rows: Sequence[ScheduledRequest],
+    sampled: Sequence[Request],
+    ends: Int[np.ndarray, "S"],
+) -> None:
+    """Let each row be sampled from the logits of its last token, its forks included."""
+    counts = [1 + len(row.forks) if row.is_sampled else 0 for row in rows]
+    views["output_tokens"][: len(sampled)] = np.repeat(ends - 1, counts)
+    views["output_slots"][: len(sampled)] = _slots(sampled)
 
-    Padding rows are greedy, so they never make a cheap batch an expensive one.
+
+def _pack_scored(
+    views: dict[str, np.ndarray],
+    rows: Sequence[ScheduledRequest],
+    ends: Int[np.ndarray, "S"],
+    *,
+    first: int,
+) -> None:
+    """Let output `first` and those after it score prompt tokens from the logits before them."""
+    for row, end in zip(rows, ends.tolist(), strict=True):
+        if row.scored:
+            outputs = slice(first, first + len(row.scored))
+            before = end - row.num_tokens - row.start - 1
+            views["output_tokens"][outputs] = [before + position for position in row.scored]
+            views["output_slots"][outputs] = row.request.running_slot
+            views["output_targets"][outputs] = [
+                row.request.token_ids[position] for position in row.scored
+            ]
+            first = outputs.stop
+
+
+def _split_writes(
+    writes: Int[np.ndarray, "2 W"], *, num_last: int, num_early: int, padding: int
+) -> tuple[Int[np.ndarray, "2 D"], list[Int[np.ndarray, "2 U"]]]:
+    """Return what goes with the step and what goes ahead of it, `num_early` writes at a time.
+
+    Each array is filled up with the address `padding`.
     """
-    ints = np.zeros((NUM_SAMPLING_INTS, num_rows), np.int32)
-    floats = np.zeros((NUM_SAMPLING_FLOATS, num_rows), np.float32)
-    columns = sampling_columns(ints, floats)
-    columns["slots"][:] = padding_slot
-    columns["num_logprobs"][:] = NO_LOGPROBS
-    columns["targets"][:] = NO_TARGET
-    columns["top_p"][:] = 1.0
-    for index, (request, position) in enumerate(batch.sampled):
-        params = request.params
-        wanted = request.num_reported_logprobs
-        columns["slots"][index] = request.running_slot
-        columns["positions"][index] = position
-        # Halves of a seed are bit patterns: reinterpret those above 2**31.
-        columns["seeds_low"][index] = _signed(request.seed & 0xFFFFFFFF)
-        columns["seeds_high"][index] = _signed((request.seed >> 32) & 0xFFFFFFFF)
-        columns["top_k"][index] = params.top_k
-        columns["num_logprobs"][index] = NO_LOGPROBS if wanted is None else wanted
-        columns["temperature"][index] = 0.0 if params.is_greedy else params.temperature
-        columns["top_p"][index] = params.top_p
-    index = len(batch.sampled)
-    for row in batch.scored_rows:
-        assert row.request.num_prompt_logprobs is not None
-        for position in row.scored:
-            columns["num_logprobs"][index] = row.request.num_prompt_logprobs
-            columns["targets"][index] = row.request.token_ids[position]
-            index += 1
-    return ints, floats
+    num_before = max(writes.shape[1] - num_last, 0)
+    before, last = writes[:, :num_before], writes[:, num_before:]
+    early = [
+        _filled(before[:, first : first + num_early], num_early, padding)
+        for first in range(0, num_before, num_early)
+    ]
+    return _filled(last, num_last, padding), early
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
+def _filled(writes: Int[np.ndarray, "2 W"], size: int, padding: int) -> Int[np.ndarray, "2 D"]:
+    filled = np.full((2, size), padding, np.int32)
+    filled[:, : writes.shape[1]] = writes
+    return filled
+
+
+def _slots(requests: Iterable[Request]) -> list[int]:
+    return [request.running_slot for request in requests]
+
+
+def _ints(values: list[int]) -> Int[np.ndarray, "S"]:
+    return np.array(values, np.int32)

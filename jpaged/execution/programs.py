@@ -22,19 +22,15 @@ from jax.stages import Compiled, Lowered
 from jpaged.execution.buckets import row_buckets, smallest_bucket, token_buckets
 from jpaged.execution.kv_cache import KVCacheSpec
 from jpaged.execution.sampler import sample
-from jpaged.execution.step_inputs import (
-    NUM_SAMPLING_FLOATS,
-    NUM_SAMPLING_INTS,
-    ForwardShape,
-    unpack_forward,
-    unpack_sampling,
-)
+from jpaged.execution.slot_state import SlotColumn, SlotShape, SlotState
+from jpaged.execution.step_inputs import ForwardShape, Outputs, sampling_input, unpack_forward
 from jpaged.models.loading import Model
 from jpaged.target import Target
 from pallas_kernels.paged_attention import PagedAttention, kv_slots
 
 MAX_COMPILE_THREADS = 8
 SMALLEST_COPY_BUCKET = 4
+MAX_EARLY_WRITES = 4096  # changes of the state that one launch makes ahead of a step
 SWAP_CHUNKS = (16, 4, 1)  # blocks that move at once to or from host memory
 
 CompileProgram = Callable[[Lowered], Compiled]
@@ -77,7 +73,6 @@ class ProgramSpec:
         return ForwardShape(
             num_tokens=num_tokens,
             num_rows=num_tokens if decode_only else self.num_slots,
-            num_table_blocks=self.num_table_blocks,
             num_outputs=self.num_slots,
             decode_only=decode_only,
         )
@@ -88,13 +83,22 @@ class ProgramSpec:
         return tuple(sorted({min(SMALLEST_COPY_BUCKET, self.num_slots), self.num_slots}))
 
     @property
+    def slot_shape(self) -> SlotShape:
+        return SlotShape(self.num_slots, self.num_table_blocks)
+
+    @property
+    def num_early_writes(self) -> int:
+        return min(MAX_EARLY_WRITES, self.slot_shape.num_addresses)
+
+    @property
     def swap_chunks(self) -> tuple[int, ...]:
         return SWAP_CHUNKS if self.num_swap_blocks else ()
 
     @property
     def num_programs(self) -> int:
         num_steps = len(self.forward_shapes()) + len(self.row_buckets)
-        return num_steps + len(self.copy_buckets) + 2 * len(self.swap_chunks)
+        num_writes = 1
+        return num_steps + num_writes + len(self.copy_buckets) + 2 * len(self.swap_chunks)
 
     def forward_shapes(self) -> list[ForwardShape]:
         """Of all forward programs, the largest first."""
@@ -104,11 +108,11 @@ class ProgramSpec:
 
 
 def forward_program(spec: ProgramSpec, shape: ForwardShape) -> Callable[..., Any]:
-    """(params, pools, last_token, packed) -> (hidden states of the output tokens, pools)"""
+    """(params, pools, state, packed) -> (`Outputs`, pools, state)"""
     block_size = spec.kv_cache.block_size
 
-    def forward(params, pools, last_token, packed):
-        inputs = unpack_forward(packed, last_token, shape)
+    def forward(params, pools, state, packed):
+        inputs, state = unpack_forward(packed, state, shape)
         metadata = inputs.attention
         slots = kv_slots(
             metadata.block_tables, inputs.rows, inputs.positions, block_size=block_size
@@ -122,37 +126,42 @@ def forward_program(spec: ProgramSpec, shape: ForwardShape) -> Callable[..., Any
         hidden, pools = spec.model.merge(params)(
             inputs.token_ids, inputs.positions, slots, pools, plan, attention=spec.attention
         )
-        return hidden[inputs.output_tokens], pools
+        return inputs.outputs(hidden), pools, state
 
     return forward
 
 
 def lower_forward(spec: ProgramSpec, shape: ForwardShape) -> Lowered:
-    return jax.jit(forward_program(spec, shape), donate_argnames="pools").lower(
+    return jax.jit(forward_program(spec, shape), donate_argnames=("pools", "state")).lower(
         _abstract(spec.model.params),
         spec.kv_cache.abstract(),
-        _int32(spec.num_slots),
+        spec.slot_shape.abstract(),
         _int32(shape.packed_size),
     )
 
 
 def lower_sample(spec: ProgramSpec, num_rows: int) -> Lowered:
-    """(params, hidden, last_token, ints, floats) -> (`Samples`, last_token)"""
+    """(params, `Outputs`, state) -> (`Samples` of the first rows, state)"""
 
-    def sample_rows(params, hidden, last_token, ints, floats):
-        inputs = unpack_sampling(ints, floats)
-        logits = spec.model.merge(params).logits(hidden[:num_rows])
+    def sample_rows(params, outputs, state):
+        outputs = outputs.first(num_rows)
+        inputs = sampling_input(outputs, state)
+        logits = spec.model.merge(params).logits(outputs.hidden)
         key = jax.random.key(spec.seed)
         samples = sample(logits, inputs, key, unroll=not spec.target.is_cpu)
-        return samples, last_token.at[inputs.slots].set(samples.tokens, mode="drop")
+        return samples, state.with_column(SlotColumn.LAST_TOKEN, inputs.slots, samples.tokens)
 
-    hidden = (spec.num_slots, spec.model.config.hidden_size)
-    return jax.jit(sample_rows, donate_argnames="last_token").lower(
+    return jax.jit(sample_rows, donate_argnames="state").lower(
         _abstract(spec.model.params),
-        jax.ShapeDtypeStruct(hidden, spec.model.dtype),
-        _int32(spec.num_slots),
-        _int32(NUM_SAMPLING_INTS, num_rows),
-        jax.ShapeDtypeStruct((NUM_SAMPLING_FLOATS, num_rows), jnp.float32),
+        Outputs.abstract(spec.num_slots, spec.model.config.hidden_size, spec.model.dtype),
+        spec.slot_shape.abstract(),
+    )
+
+
+def lower_write(spec: ProgramSpec) -> Lowered:
+    """(state, writes) -> state"""
+    return jax.jit(SlotState.write, donate_argnums=0).lower(
+        spec.slot_shape.abstract(), _int32(2, spec.num_early_writes)
     )
 
 
@@ -194,10 +203,12 @@ def lower_swap_in(spec: ProgramSpec, num_blocks: int) -> Lowered:
 
 @dataclass(frozen=True)
 class Programs:
-    """forward: by shape. sample: by number of rows. The others: by number of blocks."""
+    """forward: by shape. sample: by number of rows. write: for `num_early_writes` changes of the
+    state. The others: by number of blocks."""
 
     forward: dict[ForwardShape, Compiled]
     sample: dict[int, Compiled]
+    write: Compiled
     copy: dict[int, Compiled]
     swap_out: dict[int, Compiled]
     swap_in: dict[int, Compiled]
@@ -244,12 +255,14 @@ def compile_programs(
     try:
         forward = start(lower_forward, spec.forward_shapes())
         sampling = start(lower_sample, spec.row_buckets)
+        writing = threads.submit(compile_one, partial(lower_write, spec))
         copying = start(lower_copy, spec.copy_buckets)
         swap_out = start(lower_swap_out, spec.swap_chunks)
         swap_in = start(lower_swap_in, spec.swap_chunks)
         return Programs(
             forward=_results(forward),
             sample=_results(sampling),
+            write=writing.result(),
             copy=_results(copying),
             swap_out=_results(swap_out),
             swap_in=_results(swap_in),

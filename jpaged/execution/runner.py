@@ -1,22 +1,22 @@
 """Executes scheduled batches: owns the parameters, the KV pools and the compiled programs.
 
-The host runs one step ahead of the device. Sampled tokens stay on the device in `last_token`, one
-entry a request slot, where the next step reads them; the host reads them when it needs them.
+The host runs one step ahead of the device. Sampled tokens stay in the device's `SlotState`, where
+the next step reads them; the host reads them when it needs them.
 """
 
 import time
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpaged.execution.block_mover import BlockMover
 from jpaged.execution.buckets import smallest_bucket
-from jpaged.execution.packing import pack_forward, pack_sampling
+from jpaged.execution.packing import PackedArrays, pack_step
 from jpaged.execution.programs import Programs, ProgramSpec
 from jpaged.execution.sampler import Samples
-from jpaged.execution.slot_tables import SlotTables
+from jpaged.execution.slot_mirror import SlotMirror
+from jpaged.execution.slot_state import SlotState
 from jpaged.execution.step_inputs import ForwardShape
 from jpaged.outputs import TokenLogprobs
 from jpaged.scheduling.block_pool import SINK_BLOCK
@@ -29,16 +29,19 @@ Scored = tuple[Request, range]  # and the positions in its prompt
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The host's part of a step. copies: None without any, which is no program's input then."""
+    """The host's part of a step.
+
+    num_sample_rows: rows of the sampling program. copies: None without any, which is no program's
+    input then.
+    """
 
     requests: list[Request]
     scored: list[Scored]
     num_tokens: int
     has_prefill: bool
     shape: ForwardShape
-    forward: np.ndarray
-    sampling_ints: np.ndarray
-    sampling_floats: np.ndarray
+    num_sample_rows: int
+    arrays: PackedArrays
     copies: np.ndarray | None
 
 
@@ -90,25 +93,24 @@ class Runner:
         self.block_mover = BlockMover(programs, num_pool_blocks=spec.kv_cache.layer_shape[0])
         self._params = spec.model.params
         self._pools = spec.kv_cache.allocate()
-        self._last_token = jnp.zeros(spec.num_slots, jnp.int32)
-        self._slot_tables = SlotTables(spec.num_slots, spec.num_table_blocks)
+        self._state = SlotState.zeros(spec.slot_shape)
+        self._mirror = SlotMirror(spec.slot_shape, block_size=spec.kv_cache.block_size)
 
     def pack(self, batch: ScheduledBatch) -> PackedStep:
         """Make the arrays that a step takes from the host."""
-        self._slot_tables.update(batch.rows)
         shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
-        requests = [request for request, _ in batch.sampled]
-        num_rows = smallest_bucket(self.spec.row_buckets, max(batch.num_outputs, 1))
-        ints, floats = pack_sampling(batch, num_rows, padding_slot=self.spec.num_slots)
+        requests = batch.sampled
+        arrays = pack_step(
+            batch, requests, shape, self._mirror, num_early_writes=self.spec.num_early_writes
+        )
         return PackedStep(
             requests=requests,
             scored=[(row.request, row.scored) for row in batch.scored_rows],
             num_tokens=batch.num_tokens,
             has_prefill=bool(batch.prefills),
             shape=shape,
-            forward=pack_forward(batch, shape, self._slot_tables.array),
-            sampling_ints=ints,
-            sampling_floats=floats,
+            num_sample_rows=smallest_bucket(self.spec.row_buckets, max(batch.num_outputs, 1)),
+            arrays=arrays,
             copies=self._pack_copies(batch.copies) if batch.copies else None,
         )
 
@@ -118,13 +120,15 @@ class Runner:
         if step.copies is not None:
             copy = self._programs.copy[step.copies.shape[1]]
             self._pools = copy(self._pools, step.copies)
-        hidden, self._pools = self._programs.forward[step.shape](
-            self._params, self._pools, self._last_token, step.forward
+        for writes in step.arrays.early_writes:
+            self._state = self._programs.write(self._state, writes)
+        outputs, self._pools, self._state = self._programs.forward[step.shape](
+            self._params, self._pools, self._state, step.arrays.forward
         )
         if not step.requests and not step.scored:
             return LaunchedStep([], [], trace, None)
-        samples, self._last_token = self._programs.sample[step.sampling_ints.shape[1]](
-            self._params, hidden, self._last_token, step.sampling_ints, step.sampling_floats
+        samples, self._state = self._programs.sample[step.num_sample_rows](
+            self._params, outputs, self._state
         )
         wants_logprobs = bool(step.scored) or any(
             request.num_reported_logprobs is not None for request in step.requests

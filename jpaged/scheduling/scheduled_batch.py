@@ -86,8 +86,11 @@ class ScheduledBatch:
         return [row for row in self.rows if row.scored]
 
     @property
-    def sampled(self) -> list[tuple[Request, int]]:
-        """Requests that get a token, and the position of that token, in the order of the rows."""
-        return [
-            (request, row.start + row.num_tokens) for row in self.rows for request in row.sampled
-        ]
+    def sampled(self) -> list[Request]:
+        """Requests that get a token, in the order of the rows."""
+        requests = []
+        for row in self.rows:  # by far most of them are decodes, without forks
+            if row.is_sampled:
+                requests.append(row.request)
+                requests += row.forks
+        return requests

@@ -74,7 +74,7 @@ class Scheduler:
             row.request.num_computed_tokens += row.num_tokens
             if row.scored:
                 row.request.num_scored_tokens = row.scored.stop
-        for request, _ in batch.sampled:
+        for request in batch.sampled:
             request.num_in_flight_tokens += 1
         return batch
 

@@ -20,6 +20,7 @@ from jax.stages import Compiled
 
 from jpaged.execution.kv_cache import kv_cache_spec
 from jpaged.execution.programs import ProgramSpec, forward_program
+from jpaged.execution.slot_state import SlotState
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear
 from jpaged.models.llama import Llama
@@ -47,6 +48,7 @@ LLAMA_3_8B = ModelConfig.from_hf(
 LLAMA_3_70B = replace(
     LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
 )
+DONATED = (1, 2)  # arguments of a step: the pools and the state by slot
 # Along which axis a parameter is split, by a part of its path; all others, every chip has.
 SPLIT_AXES = {"qkv": 1, "out": 0, "gate_up": 1, "down": 0, "embedding": 0, "lm_head": 0}
 
@@ -121,7 +123,7 @@ class Step:
     num_tokens: int
 
     def on(self, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The program and its abstract arguments, of which the second one is to be donated."""
+        """The program and its abstract arguments, of which `DONATED` are to be donated."""
         model, params, axes = chip_model(self.config, mesh.size)
         spec = self._program_spec(model, mesh)
         shape = spec.forward_shape(self.num_tokens, decode_only=self.num_tokens == self.batch)
@@ -130,13 +132,13 @@ class Step:
             forward_program(spec, shape),
             mesh=mesh,
             in_specs=(tuple(map(_split_along, axes)), pool_spec, P(), P()),
-            out_specs=(P(), pool_spec),
+            out_specs=(P(), pool_spec, P()),
             check_vma=False,
         )
         arguments = (
             tuple(_join(mesh, *param) for param in zip(params, axes, strict=True)),
             tuple(_join(mesh, pool, self.pool_axis) for pool in spec.kv_cache.abstract()),
-            on(mesh, (spec.num_slots,), jnp.int32),
+            SlotState(*(on(mesh, each.shape, each.dtype) for each in spec.slot_shape.abstract())),
             on(mesh, (shape.packed_size,), jnp.int32),
         )
         return program, arguments
@@ -166,6 +168,12 @@ class Step:
             num_table_blocks=blocks,
             seed=0,
         )
+
+
+def num_donated(compiled: Compiled) -> int:
+    """Number of arrays that a program gives back in the memory that it got them in."""
+    header, _, _ = (compiled.as_text() or "").partition("\n")
+    return len(re.findall(r"\{[\d, ]*\}: \(\d+, \{[\d, ]*\}, (?:may|must)-alias\)", header))
 
 
 def check_collectives(compiled: Compiled, config: ModelConfig) -> None:

@@ -46,7 +46,7 @@ def mean_fill(scheduler: Scheduler) -> float:
         batch = scheduler.schedule()
         if step > NUM_STEPS // 4:
             readings.append(scheduler.block_fill)
-        for request, _ in batch.sampled:
+        for request in batch.sampled:
             request.append_token(1)
             if request.is_finished:
                 scheduler.retire(request)

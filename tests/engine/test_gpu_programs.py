@@ -2,9 +2,10 @@
 
 import pytest
 
+from jpaged.execution.slot_state import SlotState
 from pallas_kernels.paged_attention import TritonPagedAttention
 from pallas_kernels.paged_attention.interleaved_pool import DEFAULT_BLOCK_SIZE
-from tests.engine.large_models import LLAMA_3_8B, Step, check_collectives
+from tests.engine.large_models import DONATED, LLAMA_3_8B, Step, check_collectives, num_donated
 from tests.kernels.gpu_compiler import compile_lowered, lower_for, mesh_of, needs_cuda_plugin
 
 pytestmark = [needs_cuda_plugin, pytest.mark.slow]
@@ -33,12 +34,15 @@ def test_step_of_a_large_model(num_cards, context, num_tokens, tmp_path):
     )
     mesh = mesh_of("A100", num_cards)
     forward, arguments = step.on(mesh)
-    program = compile_lowered(lower_for(mesh, forward, *arguments, donate_argnums=1), tmp_path)
+    program = compile_lowered(
+        lower_for(mesh, forward, *arguments, donate_argnums=DONATED), tmp_path
+    )
     program.check_is_one_command_buffer()
     num_blocks = BATCH * context // DEFAULT_BLOCK_SIZE + 1
     kv_heads = 2 * 8 // num_cards
     pool_shape = (num_blocks, DEFAULT_BLOCK_SIZE, kv_heads, 128)
     program.check_pool_stays_in_place(pool_shape, num_pools=32)
+    assert num_donated(program.compiled) == 32 + len(SlotState._fields)
     assert program.compiled.memory_analysis().temp_size_in_bytes <= 0.5e9
     if num_cards > 1:
         check_collectives(program.compiled, LLAMA_3_8B)

@@ -71,7 +71,7 @@ class Simulation:
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
         self.check(batch)
-        sampled = [request for request, _ in batch.sampled]
+        sampled = batch.sampled
         for request in self.in_flight:
             if not request.is_finished:
                 self.read_token(request)

@@ -33,7 +33,7 @@ def make_space(num_blocks: int, mode="swap", *, swap_seconds=1.0, prefill_second
 
 def run_step(scheduler: Scheduler):
     batch = scheduler.schedule()
-    for request, _ in batch.sampled:
+    for request in batch.sampled:
         request.append_token(1)
         if request.is_finished:
             scheduler.retire(request)

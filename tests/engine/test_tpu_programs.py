@@ -6,10 +6,18 @@ import pytest
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from jpaged.execution.slot_state import SlotState
 from jpaged.models.config import ModelConfig
 from pallas_kernels.paged_attention import MosaicPagedAttention
 from pallas_kernels.paged_attention.mosaic_sizes import chip_sizes
-from tests.engine.large_models import LLAMA_3_8B, LLAMA_3_70B, Step, check_collectives
+from tests.engine.large_models import (
+    DONATED,
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    Step,
+    check_collectives,
+    num_donated,
+)
 from tests.kernels.tpu_compiler import (
     check_pool_stays_in_place,
     compile_for,
@@ -64,9 +72,10 @@ def test_step_of_a_large_model(topology, config, batch, num_tokens):
         num_tokens=num_tokens,
     )
     forward, arguments = step.on(mesh)
-    compiled = compile_for(mesh, forward, *arguments, donate_argnums=1, keep_unused=True)
+    compiled = compile_for(mesh, forward, *arguments, donate_argnums=DONATED, keep_unused=True)
     [pool, *_] = arguments[1]
     pool_shape = pool.sharding.shard_shape(pool.shape)
     check_pool_stays_in_place(compiled, pool_shape, "bfloat16", config.num_layers)
+    assert num_donated(compiled) == config.num_layers + len(SlotState._fields)
     check_collectives(compiled, config)
     assert total_bytes(compiled) <= CHIP_BYTES[topology.split(":")[0]]
