@@ -4,15 +4,15 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jpaged.server.errors import BodyTimeoutError, OverloadedError
+from jpaged.server.errors import OverloadedError, RequestTimeoutError
 
 
 class LimitBodies:
     """Counts the bytes of bodies from their arrival to the end of the answer, as prompts are held
     that long, and ends bodies that take too long to arrive.
 
-    Reading a body raises `BodyTimeoutError` or `OverloadedError`, which the routes let pass to the
-    handlers of errors.
+    Reading a body raises `RequestTimeoutError` or `OverloadedError`, which the routes let pass to
+    the handlers of errors.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout: float) -> None:
@@ -41,7 +41,7 @@ class LimitBodies:
             async with asyncio.timeout_at(deadline):
                 return await receive()
         except TimeoutError:
-            raise BodyTimeoutError(
+            raise RequestTimeoutError(
                 f"the body did not arrive within {self._timeout:g} seconds; send it faster, or "
                 "start the server with a larger --body-timeout"
             ) from None

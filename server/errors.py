@@ -31,8 +31,8 @@ class MediaTypeError(RequestError):
     """The body is not declared to be JSON."""
 
 
-class BodyTimeoutError(RequestError):
-    """The body did not arrive in time."""
+class RequestTimeoutError(RequestError):
+    """The head or the body of the request did not arrive in time."""
 
 
 class UnauthorizedError(RequestError):
@@ -74,8 +74,8 @@ ERROR_KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (BodyTooLargeError, ErrorKind(413, "invalid_request_error", "request_too_large")),
     (MediaTypeError, ErrorKind(415, "invalid_request_error", "unsupported_media_type")),
     (
-        # The rest of the body may never come, so the connection is of no more use.
-        BodyTimeoutError,
+        # The rest of the request may never come, so the connection is of no more use.
+        RequestTimeoutError,
         ErrorKind(408, "invalid_request_error", "request_timeout", {"Connection": "close"}),
     ),
     (

@@ -49,6 +49,9 @@ class ServerOptions:
         120,
         "seconds that an idle connection stays open; should exceed those of clients and proxies",
     )
+    head_timeout: float = option(
+        60.0, "seconds that the request line and the headers may take to arrive"
+    )
     body_timeout: float = option(60.0, "seconds that the body of a request may take to arrive")
     max_body_bytes_in_flight: int = option(
         512 * 2**20, "most bytes of the bodies of all requests that are being answered"
@@ -87,8 +90,9 @@ class ServerOptions:
         for name in ("keep_alive_timeout", "max_body_bytes_in_flight", "max_queued_requests"):
             if getattr(self, name) < 1:
                 _refuse(name, f"must be at least 1, got {getattr(self, name)}")
-        if self.body_timeout <= 0:
-            _refuse("body_timeout", f"must be a number of seconds above 0, got {self.body_timeout}")
+        for name in ("head_timeout", "body_timeout"):
+            if getattr(self, name) <= 0:
+                _refuse(name, f"must be a number of seconds above 0, got {getattr(self, name)}")
         if self.shutdown_timeout < 0:
             _refuse(
                 "shutdown_timeout",

@@ -4,6 +4,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from jpaged.errors import ConfigError
+from jpaged.server.head_timeout import protocol_with
 from jpaged.server.listening import BACKLOG
 from jpaged.server.options import ServerOptions
 
@@ -18,7 +19,7 @@ def uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         # Never other ones that happen to be installed: these are tested.
-        http="h11",
+        http=protocol_with(options.head_timeout),
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -3,6 +3,9 @@
 import json
 import socket
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,14 @@ def read_to_end(connection: socket.socket) -> bytes:
     return received
 
 
+def read_until(connection: socket.socket, last: bytes) -> None:
+    received = b""
+    while last not in received:
+        part = connection.recv(4096)
+        assert part, f"ended after {received!r}"
+        received += part
+
+
 def assert_told_to_come_back(response: httpx.Response) -> None:
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0
@@ -56,6 +67,64 @@ def test_a_body_that_does_not_arrive_in_time(tmp_path: Path) -> None:
         # The time is for the body only: answers may take longer.
         server.engine.seconds_per_token = 0.15
         assert server.post(COMPLETIONS, {"prompt": "a"}).status_code == 200
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+@contextmanager
+def connected(server: RunningServer, content: bytes) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(content)
+        yield connection
+
+
+def trickle(connection: socket.socket) -> None:
+    """Send a byte now and then. Raises `OSError` when the server has closed the connection."""
+    for _ in range(500):
+        connection.sendall(b"x")
+        time.sleep(0.02)
+
+
+def test_a_head_that_does_not_arrive_in_time(tmp_path: Path) -> None:
+    """The connection ends, however slowly bytes still come, and on a second request, too."""
+    options = ServerOptions(head_timeout=0.5)
+    with running_server(ScriptedEngine(tmp_path), options) as server:
+        with (
+            connected(server, b"") as silent,
+            connected(server, HEALTH) as first,
+            connected(server, HEALTH + b"\r\n") as second,
+            connected(server, HEALTH + b"X-Long: ") as slow,
+        ):
+            read_until(second, b'"ok"')
+            second.sendall(HEALTH)
+            assert read_to_end(silent) == b""
+            for connection in first, second:
+                head, _, content = read_to_end(connection).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
+                error = json.loads(content)["error"]
+                assert error["code"] == "request_timeout" and "--head-timeout" in error["message"]
+            with pytest.raises(OSError):
+                trickle(slow)
+        # Bytes of a body that was answered already keep no connection, either.
+        unread_body = b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        with connected(server, unread_body) as connection, pytest.raises(OSError):
+            trickle(connection)
+
+
+def test_only_heads_have_the_time_of_heads(tmp_path: Path) -> None:
+    """Bodies, answers and the pause between requests may take longer."""
+    options = ServerOptions(head_timeout=0.5)
+    with running_server(ScriptedEngine(tmp_path), options) as server:
+        server.engine.seconds_per_token = 0.25
+        body = json.dumps({"prompt": "a", "stream": True}).encode()
+        with begin_post(server, body[:5], len(body)) as connection:
+            time.sleep(0.8)
+            connection.sendall(body[5:])
+            read_until(connection, b"data: [DONE]")
+            time.sleep(0.8)
+            connection.sendall(HEALTH + b"Connection: close\r\n\r\n")
+            assert b'"ok"' in read_to_end(connection)
 
 
 def test_bodies_of_all_requests_together(tmp_path: Path) -> None:
