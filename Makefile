@@ -1,6 +1,12 @@
 # Needs: make, Python >= 3.11 with venv, and a package index.
 PYTHON ?= python3
 ARGS ?=
+DEVICE ?=
+
+DEVICES := cuda12 cuda13 tpu
+ifneq ($(filter-out $(DEVICES),$(DEVICE)),)
+$(error DEVICE is "$(DEVICE)", but must be one of: $(DEVICES), or nothing for a CPU)
+endif
 
 BIN := .venv/bin
 NEWEST := .venv-newest
@@ -13,8 +19,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --duratio
 .PHONY: help install install-dev serve test test-long test-mutations test-main test-newest lint format bench clean
 
 help:
-	@echo "make install      the jpaged command, in .venv"
-	@echo "make serve        start the server; ARGS='--port 9000' passes options on"
+	@echo "make install      the jpaged command, in .venv; DEVICE=cuda12, cuda13 or tpu for such a device"
+	@echo "make serve        install, and start the server; ARGS='--port 9000' passes options on"
 	@echo "make install-dev  what working on jpaged needs"
 	@echo "make test         all checks and tests, then a smoke set with the newest Python"
 	@echo "make test-long    the tests that take minutes each; SLICE=1/3 runs a third of them"
@@ -24,7 +30,9 @@ help:
 	@echo "make bench        compare with transformers on this machine"
 	@echo "make clean        remove what these commands made"
 
-install: .venv/installed
+INSTALLED := .venv/installed$(DEVICE:%=-%)
+
+install: $(INSTALLED)
 install-dev: .venv/installed-dev
 
 .venv/created:
@@ -37,11 +45,15 @@ install-dev: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
+$(DEVICES:%=.venv/installed-%): .venv/installed-%: .venv/created pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch .venv/installed $@
+
 .venv/installed-dev: .venv/created pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu-test,tpu-test,torch-test]'
 	@touch .venv/installed $@
 
-serve: .venv/installed
+serve: $(INSTALLED)
 	$(BIN)/jpaged serve $(ARGS)
 
 test: lint test-main test-newest

@@ -5,6 +5,7 @@ can also be had for hardware that is somewhere else: see `described_target`.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,9 @@ class Target:
 def detect_target(num_devices: int = 1) -> Target:
     """The first devices of this process; starts JAX's backend.
 
-    Raises `ConfigError` if there are fewer.
+    Raises `ConfigError` if there are fewer, or if JAX cannot use what JAX_PLATFORMS names.
     """
-    devices = jax.local_devices()
+    devices = _local_devices()
     if num_devices > len(devices):
         raise ConfigError(
             f"{num_devices} devices are needed, but JAX finds {len(devices)} "
@@ -66,6 +67,20 @@ def detect_target(num_devices: int = 1) -> Target:
         mesh_shape=(1, num_devices),
         devices=tuple(devices[:num_devices]),
     )
+
+
+def _local_devices() -> Sequence[Any]:
+    try:
+        return jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # the latter from a plugin without a device
+        chosen = jax.config.read("jax_platforms")
+        reason = str(error).partition(" (set JAX_PLATFORMS=")[0].rstrip(".")
+        reason = reason or "there is no such device"
+        raise ConfigError(
+            f"JAX cannot use what JAX_PLATFORMS={chosen} names: {reason}. Install "
+            "'jpaged[cuda12]', 'jpaged[cuda13]' or 'jpaged[tpu]' for such a device, or unset "
+            "JAX_PLATFORMS to run on what there is."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("jpaged", "models", "server", "bench", "pallas_kernels")
@@ -63,6 +65,22 @@ def test_sdist_has_files_where_the_tree_has_links(built: Path) -> None:
     assert files_of_the_tree() <= set(members)
     assert members["jpaged/models/config.py"].isfile()
     assert {"LICENSE", "README.md", "pyproject.toml"} <= set(members)
+
+
+def test_devices_get_the_versions_that_are_tested() -> None:
+    """What is compiled in tests is what users of a device install."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+
+    def versions(extra: str) -> set[tuple[str, str, str]]:
+        found = [Requirement(text) for text in extras[extra]]
+        return {(each.name, str(each.specifier), str(each.marker)) for each in found}
+
+    assert versions("cuda12") == versions("gpu-test")
+    assert versions("tpu") > versions("tpu-test")
+    cuda13 = {(name.replace("13", "12"), *rest) for name, *rest in versions("cuda13")}
+    assert cuda13 == versions("cuda12")
 
 
 def test_installed_names(built: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from jpaged.startup.model_files import (
 )
 from jpaged.startup.program_cache import ProgramCache
 from jpaged.startup.step_limits import step_limits
+from jpaged.startup.unused_accelerator import unused_accelerator
 from jpaged.target import Target, detect_target
 from jpaged.text.tokenizer import Tokenizer
 
@@ -68,6 +69,8 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     )
     reserve_gpu_memory(config.gpu_memory_utilization)
     target = detect_target()
+    if message := unused_accelerator(target):
+        logger.warning("%s", message)
     cache = ProgramCache.open(config.compilation_cache_dir, target)
     dtype = compute_dtype(config, target)
     kv_dtype = kv_cache_dtype(config, dtype)

@@ -73,6 +73,29 @@ def test_real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect_target().compute_capability is None
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            RuntimeError("Unable to start it. (set JAX_PLATFORMS='' to choose)"),
+            "Unable to start it",
+        ),
+        (AssertionError(), "there is no such device"),
+    ],
+)
+def test_a_platform_that_jax_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    """Both are raised by JAX 0.10: the second one for CUDA's plugin without a driver."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", fail)
+    with pytest.raises(ConfigError, match=re.escape(f"=cpu names: {reason}. Install 'jpaged[")):
+        detect_target()
+
+
 def test_memory_of_described_hardware() -> None:
     memory = device_memory(described_target("a100-80gb x2"), 0.9)
     assert (memory.limit, memory.taken) == (85_100_068_864, 0)
