@@ -69,15 +69,20 @@ def detect_target(num_devices: int = 1) -> Target:
     )
 
 
+def chosen_platforms() -> str:
+    """Return what JAX may use by the user's choice, JAX_PLATFORMS; empty without one."""
+    config: Any = jax.config  # its attributes are made at runtime
+    return config.jax_platforms or ""
+
+
 def _local_devices() -> Sequence[Any]:
     try:
         return jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # the latter from a plugin without a device
-        chosen = jax.config.read("jax_platforms")
         reason = str(error).partition(" (set JAX_PLATFORMS=")[0].rstrip(".")
         reason = reason or "there is no such device"
         raise ConfigError(
-            f"JAX cannot use what JAX_PLATFORMS={chosen} names: {reason}. Install "
+            f"JAX cannot use what JAX_PLATFORMS={chosen_platforms()} names: {reason}. Install "
             "'jpaged[cuda12]', 'jpaged[cuda13]' or 'jpaged[tpu]' for such a device, or unset "
             "JAX_PLATFORMS to run on what there is."
         ) from error

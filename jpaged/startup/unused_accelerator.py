@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-import jax
-
-from jpaged.target import Target
+from jpaged.target import Target, chosen_platforms
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
 # Of TPU v4, v5p, v5e, v6e and 7x. Google's network cards have the same vendor.
@@ -51,7 +49,7 @@ def unused_accelerator(target: Target, root: Path = Path("/")) -> str | None:
     None if JAX runs on one, if there is none, or if the user has chosen the CPU.
     root: where the machine's /dev and /sys are.
     """
-    if not target.is_cpu or jax.config.read("jax_platforms"):
+    if not target.is_cpu or chosen_platforms():
         return None
     accelerator = _find(root)
     if accelerator is None:
