@@ -6,11 +6,13 @@ Answers are greedy, of fixed lengths, and compared before times are printed. Tak
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +22,7 @@ from jpaged.errors import ConfigError
 from jpaged.inputs import Prompt
 from jpaged.llm import LLM
 from jpaged.sampling_params import SamplingParams
+from jpaged.startup.interruption import cleaned_up
 from jpaged.step_timings import StepTimings
 
 if TYPE_CHECKING:
@@ -64,11 +67,19 @@ def print_machine() -> None:
 
 def print_start_times(model: str) -> None:
     """Print the seconds from the start of a process until its engine is ready."""
-    with tempfile.TemporaryDirectory(prefix="jpaged-programs-") as folder:
+    make_folder = partial(tempfile.mkdtemp, prefix="jpaged-programs-")
+    with cleaned_up(make_folder, partial(shutil.rmtree, ignore_errors=True)) as folder:
         for name in ("cold start, nothing compiled", "warm start"):
-            command = [sys.executable, "-c", START_CODE, model, folder]
-            seconds, _ = timed(lambda command=command: subprocess.run(command, check=True))
+            seconds, _ = timed(partial(start_engine, model, folder))
             print(f"{name:40} {seconds:6.1f} s", flush=True)
+
+
+def start_engine(model: str, cache_folder: str) -> None:
+    """Start an engine in a process of its own, which ends once the engine is ready."""
+    command = [sys.executable, "-c", START_CODE, model, cache_folder]
+    with cleaned_up(partial(subprocess.Popen, command), subprocess.Popen.kill) as process:
+        if process.wait() != 0:
+            raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def print_throughput(llm: LLM, baseline: "TransformersBaseline") -> None:

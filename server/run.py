@@ -93,10 +93,13 @@ def greeting(engine: AsyncEngine, url: str, *, needs_key: bool = False) -> str:
 
 
 class SignalledServer(uvicorn.Server):
-    """A signal asks for the end instead of closing the port at once: requests that come while
-    the running ones finish get an answer, 503. A second signal does not wait for those.
+    """uvicorn's server with other reactions to SIGINT and SIGTERM.
 
-    has_promises: whether clients may wait for answers. Before, a signal ends the process, since
+    The first signal asks for the end instead of closing the port at once: requests that come while
+    the running ones finish get an answer, 503. The second one asks not to wait for those. A third
+    one ends the process, as a device that hangs would keep it for ever.
+
+    has_promises: whether clients may wait for answers. Before, each signal ends the process, since
     compiling cannot be interrupted.
     """
 
@@ -105,10 +108,12 @@ class SignalledServer(uvicorn.Server):
         self.has_promises = False
         self.stop_requested = asyncio.Event()
         self.stop_urged = asyncio.Event()
+        self._num_signals = 0
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.has_promises:
+        self._num_signals += 1
+        if not self.has_promises or self._num_signals > 2:
             end_process(sig, sigterm_code=0)
         # The signal may interrupt anything, the loop's own code included.
         self._loop.call_soon_threadsafe(self._note_signal)

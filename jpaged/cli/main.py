@@ -11,6 +11,11 @@ from jpaged.startup.interruption import INTERRUPTED, ended_by_signals
 INTERNAL_ERROR = 1
 USER_ERROR = 2  # argparse's exit code for bad arguments, too
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+EXIT_CODES = (
+    "Exit codes: 0 success, 1 internal error, 2 a mistake in the options, the model or the "
+    "request, 130 Ctrl-C, 141 nobody reads the output, 143 SIGTERM. A server ends with 0 on "
+    "SIGTERM, and on Ctrl-C once it serves."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jpaged",
         description="Serves large language models with JAX.",
+        epilog=EXIT_CODES,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"jpaged {version()}")

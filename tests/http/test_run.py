@@ -1,5 +1,6 @@
 """The life of a server process, with the scripted engine: starting, draining, stopping."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from jpaged.server import run as run_module
+from jpaged.server.app import create_app
+from jpaged.server.options import ServerOptions
+from jpaged.server.run import SignalledServer
+from tests.http.scripted_engine import ScriptedEngine
 from tests.http.sse import DONE, parse_events
 from tests.http.test_disconnect import send_to, wait_until
 
@@ -161,6 +168,22 @@ def test_a_second_signal_waits_no_longer() -> None:
             received += b"".join(parts)
         assert "error" in parse_events(received)[-1]
         assert process.popen.wait(10) == 0
+
+
+def test_a_third_signal_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the event loop hangs, or a thread that the end waits for."""
+    ended: list[int] = []
+    monkeypatch.setattr(run_module, "end_process", lambda number, **_: ended.append(number))
+
+    async def handle_three() -> None:
+        server = SignalledServer(create_app(ScriptedEngine(tmp_path)), ServerOptions())
+        server.has_promises = True
+        for number in range(3):
+            assert not ended
+            server.handle_exit(number, None)
+
+    asyncio.run(handle_three())
+    assert ended == [2]
 
 
 def test_a_server_whose_engine_died_ends_at_once() -> None:
