@@ -42,6 +42,8 @@ class ModelConfig:
     max_position_embeddings: longest text the model was trained for.
     windows: how many tokens a token sees in each layer, itself included; None: all before it.
     eos_token_ids: end-of-sequence tokens of the config; empty when it names none.
+    kv_head_copies: how many of the KV heads are copies of one head of the checkpoint, so that each
+        device has one. vocab_padding: rows behind the vocabulary that stand for no token.
     """
 
     architecture: str
@@ -61,6 +63,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    kv_head_copies: int = 1
+    vocab_padding: int = 0
 
     @classmethod
     def from_hf(

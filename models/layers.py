@@ -9,19 +9,19 @@ from jpaged.models.rope import RopeConfig, attention_factor, inverse_frequencies
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias, the kernel stored [in, out]."""
+    """x @ kernel + bias, the kernel stored [in, *out]: the output may have several axes."""
 
     def __init__(
-        self, num_inputs: int, num_outputs: int, dtype: jnp.dtype, use_bias: bool = False
+        self, num_inputs: int, outputs: tuple[int, ...], dtype: jnp.dtype, use_bias: bool = False
     ) -> None:
-        self.kernel = nnx.Param(jnp.zeros((num_inputs, num_outputs), dtype))
+        self.kernel = nnx.Param(jnp.zeros((num_inputs, *outputs), dtype))
         self.use_bias = use_bias
         if use_bias:
-            self.bias = nnx.Param(jnp.zeros(num_outputs, dtype))
+            self.bias = nnx.Param(jnp.zeros(outputs, dtype))
 
-    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        out = x @ self.kernel[...]
-        return out + self.bias[...][None, :] if self.use_bias else out
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T ..."]:
+        out = jnp.tensordot(x, self.kernel[...], axes=1)
+        return out + self.bias[...][None] if self.use_bias else out
 
 
 def rms_norm(x: Float[Array, "T E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "T E"]:
@@ -41,10 +41,13 @@ def rope_angles(
 
 
 def apply_rope(
-    heads: Float[Array, "T H D"], angles: Float[Array, "2 T D_half"]
-) -> Float[Array, "T H D"]:
-    """Rotate dimension d together with dimension d + D/2 (the order of HF checkpoints)."""
-    cos, sin = angles[:, :, None, :]
+    heads: Float[Array, "T K J D"], angles: Float[Array, "2 T D_half"]
+) -> Float[Array, "T K J D"]:
+    """Rotate dimension d together with dimension d + D/2 (the order of HF checkpoints).
+
+    heads: J of each KV head.
+    """
+    cos, sin = angles[:, :, None, None, :]
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(heads.dtype)

@@ -7,6 +7,7 @@ Reads top to bottom: attention, MLP, layer, model, weight table.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,15 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear, apply_rope, rms_norm, rope_angles
-from jpaged.models.weights import WeightSpec
+from jpaged.models.weight_spec import Part, WeightSpec, single
 from pallas_kernels.paged_attention import NO_WINDOW, PagedAttention
 
 
 class Attention(nnx.Module):
     """Grouped-query attention over the paged KV cache.
 
-    qkv: one projection to all query heads, then key heads, then value heads.
+    qkv: one projection [E, K, G + 2, D]: the G query heads of a KV head, its key, its value. So
+        whatever belongs to a KV head is in one piece.
     kv_scales: what K/V are divided by before they are stored, in the form of
         `PagedAttention.write`; None stores them unchanged.
     """
@@ -33,10 +35,11 @@ class Attention(nnx.Module):
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        num_qkv_heads = config.num_heads + 2 * config.num_kv_heads
+        self.group = config.num_heads // config.num_kv_heads
         use_bias, width = config.attention_bias, config.num_heads * config.head_dim
-        self.qkv = Linear(config.hidden_size, num_qkv_heads * config.head_dim, dtype, use_bias)
-        self.out = Linear(width, config.hidden_size, dtype, use_bias)
+        heads = (config.num_kv_heads, self.group + 2, config.head_dim)
+        self.qkv = Linear(config.hidden_size, heads, dtype, use_bias)
+        self.out = Linear(width, (config.hidden_size,), dtype, use_bias)
         self.kv_scales: nnx.Variable | None = nnx.data(None)
 
     def __call__(
@@ -50,11 +53,11 @@ class Attention(nnx.Module):
         window: Int[Array, ""] | None,
         attention: PagedAttention,
     ) -> tuple[Float[Array, "T E"], Array]:
-        num_tokens = x.shape[0]
-        heads = self.qkv(x).reshape(num_tokens, -1, self.head_dim)
-        first_key, first_value = self.num_heads, self.num_heads + self.num_kv_heads
-        rotated = apply_rope(heads[:, :first_value], angles)
-        query, key, value = rotated[:, :first_key], rotated[:, first_key:], heads[:, first_value:]
+        num_tokens, group = x.shape[0], self.group
+        heads = self.qkv(x)
+        rotated = apply_rope(heads[:, :, : group + 1], angles)
+        query = rotated[:, :, :group].reshape(num_tokens, self.num_heads, self.head_dim)
+        key, value = rotated[:, :, group], heads[:, :, group + 1]
         kv_scales = None if self.kv_scales is None else self.kv_scales[...]
         layer_inputs = (query, key, value, pool, slots, plan)
         options = {"scale": self.head_dim**-0.5, "window": window, "kv_scales": kv_scales}
@@ -63,16 +66,18 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated MLP. gate_up: one projection to the gate's features, then the up projection's."""
+    """Gated MLP. gate_up: one projection [E, 2, F] to the gate's features and the up projection's,
+    so that a part of the features is a part of both."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         use_bias = config.mlp_bias
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, use_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, dtype, use_bias)
+        features = config.intermediate_size
+        self.gate_up = Linear(config.hidden_size, (2, features), dtype, use_bias)
+        self.down = Linear(features, (config.hidden_size,), dtype, use_bias)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        gate_up = self.gate_up(x)
+        return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
 
 
 class Layer(nnx.Module):
@@ -105,7 +110,7 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config = config
-        vocabulary = (config.vocab_size, config.hidden_size)
+        vocabulary = (config.vocab_size + config.vocab_padding, config.hidden_size)
         self.embedding = nnx.Param(jnp.zeros(vocabulary, dtype))
         self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
         self.norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
@@ -140,18 +145,24 @@ class Llama(nnx.Module):
             layer.attention.kv_scales = nnx.Variable(scales)
 
     def logits(self, x: Float[Array, "S E"]) -> Float[Array, "S V"]:
+        """Logits of the whole vocabulary; minus infinity behind it, where it is filled up."""
         head = self.embedding if self.config.tie_word_embeddings else self.lm_head
         normed = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
-        return jnp.einsum("se,ve->sv", normed, head[...], preferred_element_type=jnp.float32)
+        logits = jnp.einsum("se,ve->sv", normed, head[...], preferred_element_type=jnp.float32)
+        if not self.config.vocab_padding:
+            return logits
+        is_token = jnp.arange(logits.shape[1], dtype=jnp.int32) < self.config.vocab_size
+        return jnp.where(is_token[None], logits, -jnp.inf)
 
     @staticmethod
     def weight_table(config: ModelConfig) -> list[WeightSpec]:
+        vocabulary, axes = config.vocab_size, ("vocab", "embed")
         table = [
-            WeightSpec(path="embedding", sources=("model.embed_tokens.weight",)),
-            WeightSpec(path="norm", sources=("model.norm.weight",)),
+            single("embedding", "model.embed_tokens.weight", vocabulary, axes),
+            single("norm", "model.norm.weight", config.hidden_size, ("embed",)),
         ]
         if not config.tie_word_embeddings:
-            table.append(WeightSpec(path="lm_head", sources=("lm_head.weight",)))
+            table.append(single("lm_head", "lm_head.weight", vocabulary, axes))
         for index in range(config.num_layers):
             table.extend(_layer_weights(config, index))
         return table
@@ -175,21 +186,50 @@ def _traced_windows(config: ModelConfig) -> list[Int[Array, ""] | None]:
 
 def _layer_weights(config: ModelConfig, index: int) -> list[WeightSpec]:
     ours, theirs = f"layers.{index}", f"model.layers.{index}"
-    projections = {
-        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.out": ("self_attn.o_proj",),
-        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.down": ("mlp.down_proj",),
-    }
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     table = [
-        WeightSpec(path=f"{ours}.{path}", sources=(f"{theirs}.{name}.weight",))
+        single(f"{ours}.{path}", f"{theirs}.{name}.weight", config.hidden_size, ("embed",))
         for path, name in norms.items()
     ]
-    for path, names in projections.items():
-        kernel = tuple(f"{theirs}.{name}.weight" for name in names)
-        table.append(WeightSpec(path=f"{ours}.{path}.kernel", sources=kernel, transpose=True))
-        if config.attention_bias if path.startswith("attention") else config.mlp_bias:
-            bias = tuple(f"{theirs}.{name}.bias" for name in names)
-            table.append(WeightSpec(path=f"{ours}.{path}.bias", sources=bias))
+    for path, axes, parts, join in _projections(config):
+        kinds = ["kernel", "bias"]
+        if not (config.attention_bias if path.startswith("attention") else config.mlp_bias):
+            kinds.remove("bias")
+        for kind in kinds:
+            stored = "weight" if kind == "kernel" else kind
+            table.append(
+                WeightSpec(
+                    path=f"{ours}.{path}.{kind}",
+                    axes=axes if kind == "kernel" else axes[1:],
+                    parts=tuple(
+                        replace(part, tensor=f"{theirs}.{part.tensor}.{stored}") for part in parts
+                    ),
+                    join=join,
+                    transpose=kind == "kernel",
+                )
+            )
     return table
+
+
+_Projection = tuple[str, tuple[str | None, ...], tuple[Part, ...], int]
+
+
+def _projections(config: ModelConfig) -> list[_Projection]:
+    """Of each projection of a layer: its path, the axes of its kernel, what its outputs are made
+    from, and along which of their axes."""
+    num_kv_heads, head_dim, copies = config.num_kv_heads, config.head_dim, config.kv_head_copies
+    queries = (num_kv_heads, config.num_heads // num_kv_heads, head_dim)
+    one_head = (num_kv_heads, 1, head_dim)
+    features, width = (1, config.intermediate_size), (config.hidden_size,)
+    qkv = (
+        Part("self_attn.q_proj", queries),
+        Part("self_attn.k_proj", one_head, copies),
+        Part("self_attn.v_proj", one_head, copies),
+    )
+    gate_up = (Part("mlp.gate_proj", features), Part("mlp.up_proj", features))
+    return [
+        ("attention.qkv", ("embed", "kv_heads", None, None), qkv, 1),
+        ("attention.out", ("heads", "embed"), (Part("self_attn.o_proj", width),), 0),
+        ("mlp.gate_up", ("embed", None, "mlp"), gate_up, 0),
+        ("mlp.down", ("mlp", "embed"), (Part("mlp.down_proj", width),), 0),
+    ]

@@ -13,10 +13,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.formats.tensor_source import TensorSource
 from jpaged.models.registry import model_class
+from jpaged.models.sharding import partition_spec
 from jpaged.models.weights import load_weights
 from jpaged.progress import Progress
 
@@ -51,18 +53,28 @@ class Model:
         return sum(math.prod(param.shape) * param.dtype.itemsize for param in self.params)
 
 
-def abstract_model(config: ModelConfig, dtype: jnp.dtype) -> Model:
-    """The architecture that the config names, its parameters as shapes: it takes no memory."""
+def abstract_model(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> Model:
+    """The architecture that the config names, its parameters as shapes: it takes no memory.
+
+    mesh: over whose devices the parameters are split, as `split_config` has made the config for
+        it; without one they are on one device.
+    """
     architecture = model_class(config.architecture)
     graph, state = nnx.split(nnx.eval_shape(lambda: architecture(config, dtype)))
     params, treedef = jax.tree.flatten(state)
+    if mesh is not None:
+        axes = {spec.path: spec.axes for spec in architecture.weight_table(config)}
+        shardings = [NamedSharding(mesh, partition_spec(axes[path])) for path in _paths(state)]
+        params = [
+            jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
+            for param, sharding in zip(params, shardings, strict=True)
+        ]
     return Model(config, dtype, graph, treedef, tuple(params))
 
 
 def load_model(model: Model, source: TensorSource, *, progress: Progress) -> Model:
     """Fill an abstract model from a checkpoint."""
-    state = jax.tree.unflatten(model.treedef, model.params)
-    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    paths = _paths(jax.tree.unflatten(model.treedef, model.params))
     weights = load_weights(
         dict(zip(paths, model.params, strict=True)),
         model_class(model.config.architecture).weight_table(model.config),
@@ -70,3 +82,8 @@ def load_model(model: Model, source: TensorSource, *, progress: Progress) -> Mod
         progress=progress,
     )
     return replace(model, params=tuple(weights[path] for path in paths))
+
+
+def _paths(state: Any) -> list[str]:
+    """Where each parameter is in the model, in the order of its leaves."""
+    return [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]

@@ -1,36 +1,26 @@
-"""From a checkpoint's tensors to a model's parameters on the device."""
+"""From a checkpoint's tensors to a model's parameters on the devices."""
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
 from jpaged.errors import CheckpointError
 from jpaged.models.formats.tensor_source import TensorSource
+from jpaged.models.shard_reading import Index, read_shard
 from jpaged.models.tied_head import HEAD
+from jpaged.models.weight_spec import Part, WeightSpec
 from jpaged.progress import Progress
 
 NUM_READERS = 4
-# Rows transposed at once: that many cache lines are open while a row of the result is written.
-TRANSPOSE_ROWS = 16
 # Ends of names of tensors that no parameter needs: buffers with what is computed here.
 UNREAD_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSpec:
-    """How one parameter is made from a checkpoint.
-
-    path: the parameter's path in the model's state, for example "layers.0.attention.qkv".
-    sources: tensors of the checkpoint, put one below the other (along axis 0).
-    transpose: store [in, out] instead of the checkpoint's [out, in].
-    """
-
-    path: str
-    sources: tuple[str, ...]
-    transpose: bool = False
 
 
 def load_weights(
@@ -42,25 +32,110 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """Read every parameter in `abstract`, in its type and with its sharding where it has one.
 
+    Of each parameter, what the devices of this process hold is read, shard by shard. Several are
+    read at once, but all that are on the host take no more memory than the largest one.
+
     Nothing is read before names and shapes are checked: one `CheckpointError` lists all that is
     missing, does not fit or would not be read. A tensor that is not read belongs to a variant of
     the architecture that computes something else, such as one with biases.
     """
     _check_fit(abstract, table, source)
-    num_bytes = sum(source.num_bytes(name) for spec in table for name in spec.sources)
+    shards = {spec.path: _shards(abstract[spec.path]) for spec in table}
+    sizes = [each.num_bytes for parts in shards.values() for each in parts]
+    budget = _Budget(max(sizes, default=0))
     with (
-        (progress or Progress()).bar(num_bytes, "loading weights") as advance,
+        (progress or Progress()).bar(sum(sizes), "loading weights") as advance,
         ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as readers,
     ):
+        read = partial(_load, source=source, budget=budget, advance=advance)
         futures = {
-            spec.path: readers.submit(_load, spec, abstract[spec.path], source, advance)
+            spec.path: [readers.submit(read, spec, shard) for shard in shards[spec.path]]
             for spec in table
         }
         try:
-            return {path: future.result() for path, future in futures.items()}
+            return {
+                path: _assemble(abstract[path], [part.result() for part in parts])
+                for path, parts in futures.items()
+            }
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A part of a parameter. devices: all that hold it; None is JAX's default device."""
+
+    index: Index
+    dtype: np.dtype
+    devices: list[jax.Device | None]
+
+    @property
+    def num_bytes(self) -> int:
+        shape = [each.stop - each.start for each in self.index]
+        return int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def _shards(abstract: jax.ShapeDtypeStruct) -> list[_Shard]:
+    """The different parts that devices of this process hold."""
+    dtype = np.dtype(abstract.dtype)
+    if abstract.sharding is None:
+        return [_Shard(tuple(slice(0, size) for size in abstract.shape), dtype, [None])]
+    shards: dict[Any, _Shard] = {}
+    indices = abstract.sharding.addressable_devices_indices_map(abstract.shape)
+    for device, index in indices.items():
+        assert index is not None
+        bounds = tuple(
+            each.indices(size)[:2] for each, size in zip(index, abstract.shape, strict=True)
+        )
+        whole = tuple(slice(*each) for each in bounds)
+        shards.setdefault(bounds, _Shard(whole, dtype, [])).devices.append(device)
+    return list(shards.values())
+
+
+def _assemble(abstract: jax.ShapeDtypeStruct, parts: list[list[jax.Array]]) -> jax.Array:
+    arrays = [array for part in parts for array in part]
+    if abstract.sharding is None:
+        return arrays[0]
+    return jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, arrays)
+
+
+@dataclass
+class _Budget:
+    """Bytes that may be on the host at once."""
+
+    num_bytes: int
+    _taken: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        """Wait until so many are free, and hold them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken + num_bytes <= self.num_bytes)
+            self._taken += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= num_bytes
+                self._changed.notify_all()
+
+
+def _load(
+    spec: WeightSpec,
+    shard: _Shard,
+    *,
+    source: TensorSource,
+    budget: _Budget,
+    advance: Callable[[int], None],
+) -> list[jax.Array]:
+    """The shard on each of its devices."""
+    with budget.taken(shard.num_bytes):
+        host = read_shard(spec, shard.index, shard.dtype, source, advance)
+        arrays = [jax.device_put(host, device) for device in shard.devices]
+        # Transfers run in the background: the host's memory is free once they are done.
+        return jax.block_until_ready(arrays)
 
 
 def _check_fit(
@@ -70,10 +145,13 @@ def _check_fit(
     failures = []
     for spec in table:
         assert spec.path in abstract, f"the weight table names {spec.path}, which is no parameter"
-        missing = [name for name in spec.sources if name not in present]
-        failures += [f"{name} is missing" for name in missing]
-        if not missing:
-            failures += _shape_failures(spec, abstract[spec.path].shape, source)
+        shape = abstract[spec.path].shape
+        assert spec.describes(shape), f"{spec} is not the layout of a parameter {shape}"
+        for part in spec.parts:
+            if part.tensor not in present:
+                failures.append(f"{part.tensor} is missing")
+            else:
+                failures += _shape_failures(spec, part, shape, source)
     for path in sorted(set(abstract) - {spec.path for spec in table}):
         failures.append(f"parameter {path} is in no row of the weight table")
     failures += [f"{name} is used by no parameter" for name in _unused(table, source)]
@@ -81,18 +159,16 @@ def _check_fit(
         raise CheckpointError("the checkpoint does not fit the model:\n  " + "\n  ".join(failures))
 
 
-def _shape_failures(spec: WeightSpec, expected: tuple[int, ...], source: TensorSource) -> list[str]:
-    shapes = [source.shape(name) for name in spec.sources]
-    stored = (sum(shape[0] for shape in shapes if shape), *shapes[0][1:])
-    wanted = tuple(reversed(expected)) if spec.transpose else expected
-    if stored == wanted and len({shape[1:] for shape in shapes}) == 1:
+def _shape_failures(
+    spec: WeightSpec, part: Part, shape: tuple[int, ...], source: TensorSource
+) -> list[str]:
+    wanted, stored = (part.num_rows, *spec.columns(shape)), source.shape(part.tensor)
+    if stored == wanted:
         return []
-    described = ", ".join(
-        f"{name} {list(shape)} in {source.location(name)}"
-        for name, shape in zip(spec.sources, shapes, strict=True)
-    )
-    together = " together" if len(shapes) > 1 else ""
-    return [f"{described}: expected shape {list(wanted)}{together} for parameter {spec.path}"]
+    return [
+        f"{part.tensor} {list(stored)} in {source.location(part.tensor)}: expected shape "
+        f"{list(wanted)} for parameter {spec.path}"
+    ]
 
 
 def _unused(table: Sequence[WeightSpec], source: TensorSource) -> list[str]:
@@ -100,56 +176,8 @@ def _unused(table: Sequence[WeightSpec], source: TensorSource) -> list[str]:
 
     Left out are buffers, which are computed here, and the head of a tied model.
     """
-    used = {name for spec in table for name in spec.sources}
+    used = {name for spec in table for name in spec.tensors}
     may_be_unread = UNREAD_BUFFERS if HEAD in used else (*UNREAD_BUFFERS, HEAD)
     return sorted(
         name for name in source.names() if name not in used and not name.endswith(may_be_unread)
     )
-
-
-def _load(
-    spec: WeightSpec,
-    abstract: jax.ShapeDtypeStruct,
-    source: TensorSource,
-    advance: Callable[[int], None],
-) -> jax.Array:
-    host = _read_on_host(spec, abstract, source, advance)
-    if abstract.sharding is None:
-        array = jax.device_put(host)
-    else:
-        array = jax.make_array_from_callback(
-            abstract.shape, abstract.sharding, lambda index: host[index]
-        )
-    # Transfers run in the background: without waiting, all parameters would be on the host at once.
-    return array.block_until_ready()
-
-
-def _read_on_host(
-    spec: WeightSpec,
-    abstract: jax.ShapeDtypeStruct,
-    source: TensorSource,
-    advance: Callable[[int], None],
-) -> np.ndarray:
-    """Read a parameter into a new array, never a view of the file, which may change later."""
-    host = np.empty(abstract.shape, abstract.dtype)
-    rows = host.T if spec.transpose else host
-    start = 0
-    for name in spec.sources:
-        values = source.read(name)
-        try:
-            _copy(values, rows[start : start + len(values)], is_transposed=spec.transpose)
-        except FloatingPointError as error:
-            raise CheckpointError(
-                f"{name} in {source.location(name)} has values beyond the range of "
-                f"{host.dtype}; choose another dtype"
-            ) from error
-        start += len(values)
-        advance(source.num_bytes(name))
-    return host
-
-
-def _copy(values: np.ndarray, rows: np.ndarray, *, is_transposed: bool) -> None:
-    step = TRANSPOSE_ROWS if is_transposed else len(values)
-    with np.errstate(over="raise"):
-        for start in range(0, len(values), step):
-            rows[start : start + step] = values[start : start + step]

@@ -27,6 +27,8 @@ def save_random_llama(folder: Path, **config) -> Path:
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
         "eos_token_id": None,
         **config,
     }
@@ -56,6 +58,10 @@ def save_random_llama(folder: Path, **config) -> Path:
             f"{prefix}.mlp.up_proj.weight": matrix(middle, hidden),
             f"{prefix}.mlp.down_proj.weight": matrix(hidden, middle),
         }
+        biased = {"self_attn": values["attention_bias"], "mlp": values["mlp_bias"]}
+        for name in [name for name in tensors if name.startswith(f"{prefix}.")]:
+            if biased.get(name.removeprefix(f"{prefix}.").split(".")[0]):
+                tensors[name.replace(".weight", ".bias")] = matrix(len(tensors[name]))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

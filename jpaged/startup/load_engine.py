@@ -15,6 +15,7 @@ from jpaged.execution.runner import Runner
 from jpaged.inputs import InputProcessor
 from jpaged.metrics import Metrics
 from jpaged.models.loading import abstract_model, load_model
+from jpaged.models.sharding import split_config
 from jpaged.models.tied_head import with_stored_head
 from jpaged.progress import Progress
 from jpaged.startup.device_memory import device_memory, reserve_gpu_memory
@@ -76,7 +77,8 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     kv_dtype = kv_cache_dtype(config, dtype)
     attention = choose_attention(config, model_config, kv_dtype, target)
     source = open_weights(files)
-    model = abstract_model(with_stored_head(model_config, source), dtype)
+    split = split_config(with_stored_head(model_config, source), target.mesh_shape[1])
+    model = abstract_model(split, dtype)
     spec, max_model_len = plan_memory(
         config,
         target,

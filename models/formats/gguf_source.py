@@ -13,6 +13,7 @@ from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.formats.gguf_config import ROPE_FACTORS
 from jpaged.models.formats.gguf_file import GgufFile
+from jpaged.models.formats.tensor_source import ALL
 
 STORED_DTYPES = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -77,14 +78,26 @@ class GgufSource:
     def location(self, name: str) -> str:
         return self._file.location(self._gguf_names[name])
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> np.ndarray:
         gguf_name = self._gguf_names[name]
         tensor = self._file.tensors[gguf_name]
-        values = _values(self._file.tensor_bytes(gguf_name), tensor.type).reshape(tensor.shape)
-        for part, num_heads in self._permuted_heads.items():
-            if part in name:
-                return _to_half_rotation_order(values, num_heads)
-        return values
+        num_rows = tensor.shape[0]
+        start, stop, _ = rows.indices(num_rows)
+        num_heads = self._num_permuted_heads(name)
+        # Quantised blocks never lie across rows of a matrix.
+        unit = num_rows // num_heads if num_heads else 1 if len(tensor.shape) > 1 else num_rows
+        first, last = start // unit * unit, -(-stop // unit) * unit
+        row_bytes = tensor.num_bytes // num_rows
+        data = self._file.tensor_bytes(gguf_name)[first * row_bytes : last * row_bytes]
+        values = _values(data, tensor.type).reshape(last - first, *tensor.shape[1:])
+        if num_heads:
+            values = _to_half_rotation_order(values, (last - first) // unit)
+        values = values[start - first : stop - first]
+        return values if values.ndim == 1 else values[:, columns]
+
+    def _num_permuted_heads(self, name: str) -> int:
+        """Heads whose rows the file has in another order; 0 if they are in ours."""
+        return next((heads for part, heads in self._permuted_heads.items() if part in name), 0)
 
 
 def _check_types(file: GgufFile) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jpaged.errors import CheckpointError
+from jpaged.models.formats.tensor_source import ALL
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,14 +48,17 @@ class SafetensorsSource:
     def location(self, name: str) -> str:
         return self._shard_of[name]
 
-    def read(self, name: str) -> np.ndarray:
-        dtype = self._slice(name).get_dtype()
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> np.ndarray:
+        stored = self._slice(name)
+        dtype = stored.get_dtype()
         if dtype not in SUPPORTED_DTYPES:
             raise CheckpointError(
                 f"{name} in {self.location(name)} is of type {dtype}; "
                 f"supported: {', '.join(SUPPORTED_DTYPES)}"
             )
-        return self._shards[self._shard_of[name]].get_tensor(name)
+        if len(stored.get_shape()) == 1:
+            return stored[rows]
+        return stored[rows, columns]
 
     def _slice(self, name: str) -> Any:
         return self._shards[self._shard_of[name]].get_slice(name)

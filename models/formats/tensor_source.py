@@ -5,6 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+ALL = slice(None)
+
 
 class TensorSource(Protocol):
     """Tensors of a checkpoint under their Hugging Face names.
@@ -26,8 +28,10 @@ class TensorSource(Protocol):
         """Name of the file, for messages."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> np.ndarray:
         """The values: float32, float16 or bfloat16 as stored, float32 when quantised.
+
+        rows, columns: what to read of it; a vector has no columns. Little else is read.
 
         The array may be a read-only view of the file.
         """

@@ -25,6 +25,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Linear
 from jpaged.models.llama import Llama
 from jpaged.models.loading import Model
+from jpaged.models.sharding import TENSOR_AXIS, partition_spec
 from jpaged.target import Target
 from pallas_kernels.paged_attention import PagedAttention
 from tests.kernels.gpu_compiler import on
@@ -49,8 +50,6 @@ LLAMA_3_70B = replace(
     LLAMA_3_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
 )
 DONATED = (1, 2)  # arguments of a step: the pools and the state by slot
-# Along which axis a parameter is split, by a part of its path; all others, every chip has.
-SPLIT_AXES = {"qkv": 1, "out": 0, "gate_up": 1, "down": 0, "embedding": 0, "lm_head": 0}
 
 
 class SummedLinear(nnx.Module):
@@ -101,9 +100,9 @@ def chip_model(config: ModelConfig, num_chips: int) -> tuple[Model, list[Any], l
     graph, state = nnx.split(nnx.eval_shape(build))
     params, treedef = jax.tree.flatten(state)
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    axes = [
-        next((axis for part, axis in SPLIT_AXES.items() if part in path), None) for path in paths
-    ]
+    specs = {spec.path: partition_spec(spec.axes) for spec in Llama.weight_table(config)}
+    # What stands for a parameter here has it as its `share`.
+    axes = [_split_axis(specs[path.replace(".share", "")]) for path in paths]
     return Model(config, dtype, graph, treedef, ()), params, axes
 
 
@@ -181,6 +180,10 @@ def check_collectives(compiled: Compiled, config: ModelConfig) -> None:
     names = r" (all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-\w+)"
     found = Counter(re.findall(rf"{names}(?:-start)?\(", compiled.as_text() or ""))
     assert set(found) == {"all-reduce"} and found["all-reduce"] <= 2 * config.num_layers + 1, found
+
+
+def _split_axis(spec: P) -> int | None:
+    return spec.index(TENSOR_AXIS) if TENSOR_AXIS in spec else None
 
 
 def _split_along(axis: int | None) -> P:

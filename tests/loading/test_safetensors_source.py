@@ -69,6 +69,8 @@ def test_llama_saved_by_transformers_is_read_back_bit_by_bit(
     assert set(source.names()) == set(expected)
     for name, tensor in expected.items():
         values = source.read(name)
+        part = values[2:9] if values.ndim == 1 else values[2:9, 5:]
+        np.testing.assert_array_equal(source.read(name, slice(2, 9), slice(5, None)), part)
         assert source.shape(name) == values.shape == tuple(tensor.shape)
         assert values.dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
         assert source.num_bytes(name) == values.nbytes

@@ -9,23 +9,32 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.formats.safetensors_source import SafetensorsSource
 from jpaged.models.tied_head import with_stored_head
-from jpaged.models.weights import WeightSpec, load_weights
+from jpaged.models.weight_spec import Part, WeightSpec, single
+from jpaged.models.weights import load_weights
 
 pytestmark = pytest.mark.smoke
 
+# Five heads of four rows: K of 5, of which q has two rows each and k and v one, of D of 4.
+ROWS = {"q": (5, 2, 4), "k": (5, 1, 4), "v": (5, 1, 4)}
+AXES = ("embed", "kv_heads", None, None)
+
+
+def parts(kind: str) -> tuple[Part, ...]:
+    return tuple(Part(f"{name}.{kind}", rows) for name, rows in ROWS.items())
+
+
 TABLE = [
-    WeightSpec(path="embedding", sources=("model.embed_tokens.weight",)),
-    WeightSpec(path="qkv", sources=("q.weight", "k.weight", "v.weight"), transpose=True),
-    WeightSpec(path="qkv_bias", sources=("q.bias", "k.bias", "v.bias")),
+    single("embedding", "model.embed_tokens.weight", 51, ("vocab", "embed")),
+    WeightSpec(path="qkv", axes=AXES, parts=parts("weight"), join=1, transpose=True),
+    WeightSpec(path="qkv_bias", axes=AXES[1:], parts=parts("bias"), join=1),
 ]
-SHAPES = {"embedding": (51, 32), "qkv": (32, 80), "qkv_bias": (80,)}
+SHAPES = {"embedding": (51, 32), "qkv": (32, 5, 4, 4), "qkv_bias": (5, 4, 4)}
 
 
 def parameters(dtype: Any = jnp.float32, **overrides: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -42,6 +51,15 @@ def tensors() -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def joined(tensors: dict[str, np.ndarray], kind: str) -> np.ndarray:
+    """Rows of q, k and v, head by head: [K, G + 2, D, ...]."""
+    split = [
+        tensors[f"{name}.{kind}"].reshape(*rows, *tensors[f"{name}.{kind}"].shape[1:])
+        for name, rows in ROWS.items()
+    ]
+    return np.concatenate(split, axis=1)
+
+
 @pytest.fixture
 def tied(hf_config: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_hf(hf_config | {"tie_word_embeddings": True})
@@ -56,11 +74,8 @@ def test_joins_and_transposes(tensors: dict[str, np.ndarray], tmp_path: Path) ->
     loaded = load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
     assert loaded.keys() == SHAPES.keys()
     np.testing.assert_array_equal(loaded["embedding"], tensors["model.embed_tokens.weight"])
-    rows = np.concatenate([tensors[f"{name}.weight"] for name in "qkv"])
-    np.testing.assert_array_equal(loaded["qkv"], rows.T)
-    np.testing.assert_array_equal(
-        loaded["qkv_bias"], np.concatenate([tensors[f"{name}.bias"] for name in "qkv"])
-    )
+    np.testing.assert_array_equal(loaded["qkv"], np.moveaxis(joined(tensors, "weight"), -1, 0))
+    np.testing.assert_array_equal(loaded["qkv_bias"], joined(tensors, "bias"))
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -71,8 +86,8 @@ def test_casts_to_the_type_of_the_parameter(
     tensors = {name: values.astype(stored) for name, values in tensors.items()}
     loaded = load_weights(parameters(wanted), TABLE, source_of(tensors, tmp_path))
     assert {array.dtype for array in loaded.values()} == {np.dtype(wanted)}
-    rows = np.concatenate([tensors[f"{name}.weight"] for name in "qkv"])
-    np.testing.assert_array_equal(loaded["qkv"], rows.T.astype(wanted))
+    rows = np.moveaxis(joined(tensors, "weight"), -1, 0)
+    np.testing.assert_array_equal(loaded["qkv"], rows.astype(wanted))
 
 
 def test_values_beyond_the_range_of_the_type_are_refused(
@@ -80,21 +95,9 @@ def test_values_beyond_the_range_of_the_type_are_refused(
 ) -> None:
     tensors["k.weight"][3, 4] = 1e6
     source = source_of(tensors, tmp_path)
-    assert load_weights(parameters(jnp.bfloat16), TABLE, source)["qkv"][4, 43] > 9e5
+    assert load_weights(parameters(jnp.bfloat16), TABLE, source)["qkv"][4, 0, 2, 3] > 9e5
     with pytest.raises(CheckpointError, match="k.weight in model.safetensors .* of float16"):
         load_weights(parameters(jnp.float16), TABLE, source)
-
-
-def test_sharded_parameter_gets_its_sharding(
-    tensors: dict[str, np.ndarray], tmp_path: Path
-) -> None:
-    sharding = NamedSharding(Mesh(jax.devices()[:1], ("tp",)), PartitionSpec(None, "tp"))
-    wanted = parameters()
-    wanted["qkv"] = jax.ShapeDtypeStruct((32, 80), jnp.float32, sharding=sharding)
-    loaded = load_weights(wanted, TABLE, source_of(tensors, tmp_path))
-    assert loaded["qkv"].sharding == sharding
-    rows = np.concatenate([tensors[f"{name}.weight"] for name in "qkv"])
-    np.testing.assert_array_equal(loaded["qkv"], rows.T)
 
 
 def test_loaded_weights_do_not_depend_on_the_file(
@@ -110,12 +113,13 @@ def test_one_error_lists_everything_that_does_not_fit(
     tensors: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     del tensors["k.weight"], tensors["v.bias"]
-    wanted = parameters(embedding=(60, 32), extra=(4,), unnamed=(5,))
+    tensors["model.embed_tokens.weight"] = np.zeros((60, 32), np.float32)
+    wanted = parameters(extra=(4,), unnamed=(5,))
     with pytest.raises(CheckpointError) as caught:
         load_weights(wanted, TABLE, source_of(tensors, tmp_path))
     assert str(caught.value).split("\n  ") == [
         "the checkpoint does not fit the model:",
-        "model.embed_tokens.weight [51, 32] in model.safetensors: expected shape [60, 32] "
+        "model.embed_tokens.weight [60, 32] in model.safetensors: expected shape [51, 32] "
         "for parameter embedding",
         "k.weight is missing",
         "v.bias is missing",
@@ -131,7 +135,7 @@ def test_wrong_shape_of_a_part_is_refused(
     tensors: dict[str, np.ndarray], tmp_path: Path, name: str, shape: tuple[int, ...]
 ) -> None:
     tensors[name] = np.zeros(shape, np.float32)
-    message = r"q.weight \[40, 32\] .* expected shape \[80, 32\] together for parameter qkv"
+    message = rf"k.weight \{list(shape)} in .* expected shape \[20, 32\] for parameter qkv"
     with pytest.raises(CheckpointError, match=message):
         load_weights(parameters(), TABLE, source_of(tensors, tmp_path))
 
@@ -195,6 +199,6 @@ def test_untied_model_without_its_head_is_refused(
     tensors: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     """O-43."""
-    table = [*TABLE, WeightSpec(path="lm_head", sources=("lm_head.weight",))]
+    table = [*TABLE, single("lm_head", "lm_head.weight", 51, ("vocab", "embed"))]
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
         load_weights(parameters(lm_head=(51, 32)), table, source_of(tensors, tmp_path))
