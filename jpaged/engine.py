@@ -55,7 +55,7 @@ class Engine:
         self.step_timings = StepTimings()
         self._runner = runner
         self._check_invariants = check_invariants
-        self._groups: dict[Request, RequestGroup] = {}
+        self._unfinished: set[RequestGroup] = set()
         self._launched: LaunchedStep | None = None
 
     def check_fits(self, group: RequestGroup) -> None:
@@ -66,7 +66,7 @@ class Engine:
         """Queue a request that `check_fits` let through."""
         for request in group.requests:
             self.scheduler.add(request)
-            self._groups[request] = group
+        self._unfinished.add(group)
 
     def fork(self, group: RequestGroup, index: int, *, seed: int | None = None) -> int:
         """Let one more answer begin as answer `index` does so far; returns its own index.
@@ -88,7 +88,6 @@ class Engine:
                 param="index",
             )
         child = group.fork(parent, secrets.randbits(63) if seed is None else seed)
-        self._groups[child] = group
         self.scheduler.fork(parent, child)
         return child.index
 
@@ -102,9 +101,9 @@ class Engine:
         Tokens that were generated behind it count in the metrics; the client does not get them.
         """
         request = group.requests[index]
-        if request in self._groups:
+        if not request.is_finished:
             self.scheduler.finish(request, FinishReason.STOP)
-            self._forget(request)
+            self._forget_if_finished(group)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End one request, which raised an error, with `FinishReason.ERROR`; all others go on.
@@ -153,7 +152,7 @@ class Engine:
     def _take_in(self, batch: ScheduledBatch, step: LaunchedStep | None) -> list[RequestGroup]:
         """Take in what scheduling has ended and what a step has computed."""
         progressed = self._take_back_reports(batch)
-        progressed += [self._groups[request] for request in batch.finished]
+        progressed += [request.group for request in batch.finished]
         if step is not None:
             with self.step_timings.measure("waiting"):
                 tokens, logprobs = step.read_tokens(), step.read_logprobs()
@@ -163,9 +162,7 @@ class Engine:
         # A dict keeps the order and drops doubles.
         groups = list(dict.fromkeys(progressed))
         for group in groups:
-            for request in group.requests:
-                if request.is_finished and request in self._groups:
-                    self._forget(request)
+            self._forget_if_finished(group)
         if self._check_invariants:
             self.scheduler.check_integrity()
         return groups
@@ -192,7 +189,7 @@ class Engine:
             # A step ahead, one token more may have been sampled than the answer has.
             if not request.is_finished:
                 take_in = partial(self._take_token, request, token, token_logprobs)
-                progressed += self._contained(self._groups[request], take_in)
+                progressed += self._contained(request.group, take_in)
         return progressed
 
     def _contained(self, group: RequestGroup, take_in: Callable[[], bool]) -> list[RequestGroup]:
@@ -207,7 +204,7 @@ class Engine:
             return [group]
 
     def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> bool:
-        group = self._groups[request]
+        group = request.group
         if isinstance(group, BeamGroup):
             return self._report(group, request, logprobs)
         self._append(request, token, logprobs)
@@ -223,7 +220,7 @@ class Engine:
             index += len(positions)
             if not request.is_finished:
                 take_in = partial(self._take_scores, request, positions, own)
-                finished += self._contained(self._groups[request], take_in)
+                finished += self._contained(request.group, take_in)
         return finished
 
     def _take_scores(
@@ -265,10 +262,10 @@ class Engine:
         """
         failed = []
         for request in batch.preempted:
-            group = self._groups[request]
+            group = request.group
             if isinstance(group, BeamGroup):
                 group.withdraw_reported(request)
-        for group in {self._groups[request] for request in batch.finished}:
+        for group in {request.group for request in batch.finished}:
             if isinstance(group, BeamGroup):
                 failed += self._contained(group, partial(_end_early, group))
         return failed
@@ -294,16 +291,19 @@ class Engine:
         for request in group.requests:
             if not request.is_finished:
                 self.scheduler.finish(request, reason)
-                self._forget(request)
+        self._forget_if_finished(group)
         if not self.has_unfinished:  # no step will follow that records the state
             self._record(ScheduledBatch())
 
-    def _forget(self, request: Request) -> None:
-        group = self._groups.pop(request)
-        if not request.policy.generates and request.is_scored:
-            self.metrics.record_prompt(request)
-        if not any(each in self._groups for each in group.requests):
-            self.metrics.record_finished(group)
+    def _forget_if_finished(self, group: RequestGroup) -> None:
+        """Count a request that has ended as a whole, once."""
+        if group not in self._unfinished or not group.is_finished:
+            return
+        self._unfinished.remove(group)
+        first = group.requests[0]
+        if not first.policy.generates and first.is_scored:
+            self.metrics.record_prompt(first)
+        self.metrics.record_finished(group)
 
     def _record(self, batch: ScheduledBatch) -> None:
         self.metrics.record_step(

@@ -1,11 +1,11 @@
 """Which waiting request starts next. Host side only: imports no JAX."""
 
 import time
-from collections.abc import Sequence
 
 from jpaged.scheduling.holdings import Holdings
 from jpaged.scheduling.prefix_cache import PrefixMatch
 from jpaged.scheduling.request import Request, RequestStatus
+from jpaged.scheduling.request_group import RequestGroup
 from jpaged.scheduling.scheduled_batch import ScheduledBatch
 from jpaged.scheduling.shortage import ShortageMemo
 from jpaged.scheduling.sibling_blocks import is_sharing_soon
@@ -29,7 +29,7 @@ class Admission:
         self._shortage = ShortageMemo(block_pool)
         self._search_shortage = ShortageMemo(block_pool)
         self._max_overtaking = max_overtaking
-        self._overtaken: Sequence[Request] = ()
+        self._overtaken: RequestGroup | None = None
         self._num_overtaking = 0
 
     def start_next(self, batch: ScheduledBatch) -> Request | None:
@@ -67,12 +67,12 @@ class Admission:
         waiting = self._holdings.waiting
         if not waiting or not self._lacks_room_for_all(waiting.first):
             return waiting.first if waiting else None
-        search = waiting.first.siblings
+        search = waiting.first.group
         if search is not self._overtaken:
             self._overtaken, self._num_overtaking = search, 0
         if self._num_overtaking >= self._max_overtaking:
             return None
-        behind = next((request for request in waiting if request.siblings is not search), None)
+        behind = next((request for request in waiting if request.group is not search), None)
         # Two searches that have begun, each with beams that wait for slots, would wait for ever.
         is_search = behind is not None and behind.policy.waits_for_siblings
         return None if is_search else behind

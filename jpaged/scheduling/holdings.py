@@ -63,7 +63,7 @@ class Holdings:
 
     def is_alone(self, request: Request) -> bool:
         """Whether no request runs but siblings of this one."""
-        return all(other.siblings is request.siblings for other in self.running)
+        return all(other.group is request.group for other in self.running)
 
     def is_awaited(self, request: Request) -> bool:
         """Whether all that run are siblings that cannot go on without this request."""

@@ -120,7 +120,7 @@ class Preemption:
         """Preempt the latest arrival: all its siblings at once, unless no other request runs."""
         running = self._holdings.running
         latest = running[-1]
-        victims = [request for request in running if request.siblings is latest.siblings]
+        victims = [request for request in running if request.group is latest.group]
         if len(victims) == len(running):
             victims = [latest]
         self._swap_out(victims, batch)

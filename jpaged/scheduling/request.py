@@ -4,12 +4,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jpaged.outputs import FinishReason, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.group_policy import SAMPLING, GroupPolicy
 from jpaged.updates import SequenceUpdate
+
+if TYPE_CHECKING:
+    from jpaged.scheduling.request_group import RequestGroup
 
 
 class RequestStatus(Enum):
@@ -34,7 +37,8 @@ class SwappedBlocks:
 class Request:
     """Tokens, progress and blocks of one answer to a request.
 
-    siblings: all answers to the same request, this one included; index: its place among them.
+    group: all answers to the same request, this one included; it enters itself when it is made.
+    index: place of this answer among them.
     policy: how this request and its siblings are computed.
     max_tokens: most tokens of the answer, as asked for. token_limit: the same, lowered by the
         scheduler when the pool cannot hold more.
@@ -59,6 +63,8 @@ class Request:
     swapped: where its blocks are while it waits, if they were moved to host memory.
     """
 
+    group: "RequestGroup"
+
     def __init__(
         self,
         request_id: str,
@@ -75,7 +81,6 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.index = index
-        self.siblings: Sequence[Request] = (self,)
         self.policy = policy
         self.num_reported_logprobs = (
             params.num_reported_logprobs
@@ -114,6 +119,10 @@ class Request:
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self.finished_time: float | None = None
+
+    @property
+    def siblings(self) -> "Sequence[Request]":
+        return self.group.requests
 
     @property
     def num_tokens(self) -> int:
@@ -218,7 +227,7 @@ class Request:
             index=index,
             policy=self.policy,
         )
-        child.siblings = self.siblings
+        child.group = self.group
         child.num_prompt_tokens = self.num_prompt_tokens
         child.num_cached_tokens = self.num_cached_tokens
         child.logprobs = list(self.logprobs)

@@ -20,7 +20,7 @@ class RequestGroup:
         self.requests = requests
         self._has_reported_prompt = requests[0].num_prompt_logprobs is None
         for request in requests:
-            request.siblings = requests
+            request.group = self
 
     @property
     def request_id(self) -> str:

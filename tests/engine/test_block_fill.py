@@ -9,6 +9,7 @@ from jpaged.scheduling.block_pool import BlockPool
 from jpaged.scheduling.block_tables import BlockTables
 from jpaged.scheduling.prefix_cache import PrefixMatch
 from jpaged.scheduling.request import Request
+from jpaged.scheduling.request_group import RequestGroup
 from jpaged.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -42,7 +43,8 @@ def mean_fill(scheduler: Scheduler) -> float:
         while len(scheduler.waiting) < 8:
             num_input, num_output = next(waiting)
             params = SamplingParams(max_tokens=num_output)
-            scheduler.add(Request("r", [1] * num_input, params, max_tokens=num_output))
+            request = Request("r", [1] * num_input, params, max_tokens=num_output)
+            scheduler.add(RequestGroup(0, [request]).requests[0])
         batch = scheduler.schedule()
         if step > NUM_STEPS // 4:
             readings.append(scheduler.block_fill)
@@ -77,8 +79,7 @@ def test_shared_blocks_count_once():
     requests = [
         Request("r", [1] * 24, SamplingParams(max_tokens=9), max_tokens=9) for _ in range(3)
     ]
-    for request in requests:
-        request.siblings = requests
+    for request in RequestGroup(0, requests).requests:
         scheduler.add(request)
     assert scheduler.block_fill == 1.0
     scheduler.schedule()

@@ -10,6 +10,7 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.block_pool import BlockPool
 from jpaged.scheduling.prefill_clock import PrefillClock
 from jpaged.scheduling.request import Request
+from jpaged.scheduling.request_group import RequestGroup
 from jpaged.scheduling.scheduled_batch import ScheduledBatch
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
@@ -19,20 +20,22 @@ STOP_TOKEN = 7
 
 def make_group(name: str, num_prompt_tokens: int, max_tokens: int, count: int) -> list[Request]:
     """Several answers to one prompt."""
-    requests = [make_request(name, num_prompt_tokens, max_tokens) for _ in range(count)]
-    for request in requests:
-        request.siblings = requests
-    return requests
+    requests = [
+        Request(
+            name,
+            list(range(100, 100 + num_prompt_tokens)),
+            SamplingParams(max_tokens=max_tokens),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset({STOP_TOKEN}),
+        )
+        for _ in range(count)
+    ]
+    return RequestGroup(0, requests).requests
 
 
 def make_request(name: str, num_prompt_tokens: int, max_tokens: int) -> Request:
-    return Request(
-        name,
-        list(range(100, 100 + num_prompt_tokens)),
-        SamplingParams(max_tokens=max_tokens),
-        max_tokens=max_tokens,
-        stop_token_ids=frozenset({STOP_TOKEN}),
-    )
+    [request] = make_group(name, num_prompt_tokens, max_tokens, 1)
+    return request
 
 
 class Simulation:

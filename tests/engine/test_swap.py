@@ -11,6 +11,7 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.scheduling.block_pool import BlockPool
 from jpaged.scheduling.prefill_clock import PrefillClock, StepTrace
 from jpaged.scheduling.request import Request
+from jpaged.scheduling.request_group import RequestGroup
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.swap import PreemptionCosts, SwapSpace
 from tests.random_llama import save_random_llama
@@ -21,9 +22,13 @@ def folder(tmp_path_factory):
     return save_random_llama(tmp_path_factory.mktemp("random"))
 
 
-def make_request(num_prompt_tokens: int, max_tokens: int, name: str = "r") -> Request:
+def make_group(num_prompt_tokens: int, max_tokens: int, count: int = 1) -> list[Request]:
+    """Several answers to one prompt."""
     token_ids = list(range(num_prompt_tokens))
-    return Request(name, token_ids, SamplingParams(), max_tokens=max_tokens)
+    requests = [
+        Request("r", token_ids, SamplingParams(), max_tokens=max_tokens) for _ in range(count)
+    ]
+    return RequestGroup(0, requests).requests
 
 
 def make_space(num_blocks: int, mode="swap", *, swap_seconds=1.0, prefill_seconds=None):
@@ -85,10 +90,7 @@ def scheduler_under_pressure(num_swap_blocks: int) -> Scheduler:
 
 def test_siblings_go_and_come_together_and_shared_blocks_once():
     scheduler = scheduler_under_pressure(100)
-    first = make_request(8, 16, "first")
-    group = [make_request(8, 10) for _ in range(2)]
-    for request in group:
-        request.siblings = group
+    [first], group = make_group(8, 16), make_group(8, 10, 2)
     for request in [first, *group]:
         scheduler.add(request)
     outs, ins = [], []
@@ -111,7 +113,7 @@ def test_siblings_go_and_come_together_and_shared_blocks_once():
 
 def test_without_room_requests_are_computed_again():
     scheduler = scheduler_under_pressure(num_swap_blocks=1)
-    requests = [make_request(8, 16) for _ in range(3)]
+    requests = [request for _ in range(3) for request in make_group(8, 16)]
     for request in requests:
         scheduler.add(request)
     while scheduler.has_requests:
@@ -121,7 +123,7 @@ def test_without_room_requests_are_computed_again():
 
 def test_aborting_a_swapped_request_frees_its_room():
     scheduler = scheduler_under_pressure(num_swap_blocks=100)
-    requests = [make_request(8, 16) for _ in range(3)]
+    requests = [request for _ in range(3) for request in make_group(8, 16)]
     for request in requests:
         scheduler.add(request)
     while not run_step(scheduler).swap_outs:
