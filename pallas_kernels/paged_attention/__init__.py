@@ -5,5 +5,8 @@ from pallas_kernels.paged_attention.api import AttentionMetadata as AttentionMet
 from pallas_kernels.paged_attention.api import PagedAttention as PagedAttention
 from pallas_kernels.paged_attention.api import kv_slots as kv_slots
 from pallas_kernels.paged_attention.mosaic import MosaicPagedAttention as MosaicPagedAttention
+from pallas_kernels.paged_attention.sharded import (
+    ShardedPagedAttention as ShardedPagedAttention,
+)
 from pallas_kernels.paged_attention.triton import TritonPagedAttention as TritonPagedAttention
 from pallas_kernels.paged_attention.xla import XlaPagedAttention as XlaPagedAttention

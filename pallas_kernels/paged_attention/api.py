@@ -41,6 +41,11 @@ class PagedAttention(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def heads_axis(self) -> int:
+        """Axis of a pool along which what belongs to a KV head is in one piece, head by head."""
+        ...
+
     def default_block_size(self, *, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
         """Tokens of a block when no option sets them."""
         ...

@@ -27,6 +27,10 @@ class HeadMajorPool(BlockMoves):
     """The methods of `PagedAttention` that move K/V. A block is moved by one DMA, which takes some
     50 ns of a chip's scalar unit, however small it is; in that time v6e reads 80 KiB."""
 
+    @property
+    def heads_axis(self) -> int:
+        return 1
+
     def default_block_size(self, *, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
         token_bytes = num_kv_heads * 2 * padded_width(head_dim) * dtype.itemsize
         block_size = max(BAND_ROWS.get(dtype.name, 0), DEFAULT_BLOCK_SIZE)

@@ -15,6 +15,10 @@ class InterleavedPool(BlockMoves):
     """The methods of `PagedAttention` that move K/V. Kernels gather tokens one by one, so small
     blocks cost nothing."""
 
+    @property
+    def heads_axis(self) -> int:
+        return 2
+
     def default_block_size(self, *, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
         return DEFAULT_BLOCK_SIZE
 

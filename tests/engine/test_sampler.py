@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from jpaged.execution.sampler import (
     argmax,
@@ -199,14 +200,13 @@ def test_logprobs_are_those_of_the_model(temperature):
         np.testing.assert_allclose(samples.top_logprobs[row], expected[row, order], atol=1e-5)
 
 
-def test_logprobs_cost_nothing_when_nobody_asks():
+def test_no_logprobs_when_nobody_asks():
     logits = jnp.array(np.random.default_rng(5).normal(size=(2, 30)), jnp.float32)
     samples = reported(logits, inputs(2, temperature=0.0), KEY)
     assert not np.asarray(samples.logprobs).any() and not np.asarray(samples.top_ids).any()
 
 
-def test_rows_that_want_their_own_token_pay_for_no_search():
-    """The most likely tokens are looked for only when some row reports them."""
+def test_no_likely_tokens_when_rows_want_only_their_own():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 50)), jnp.float32)
 
     def report(num_logprobs):
@@ -217,3 +217,21 @@ def test_rows_that_want_their_own_token_pay_for_no_search():
     assert (np.asarray(own.logprobs) < 0).all()
     assert not np.asarray(own.top_ids).any() and not np.asarray(own.top_logprobs).any()
     assert np.asarray(all_of_them.top_ids)[1, 0] == np.asarray(logits)[1].argmax()
+
+
+def test_searches_run_only_for_batches_that_want_them(monkeypatch):
+    """Counted as the program runs: zeros in its results may have been paid for, too."""
+    ran = []
+    top_k = lax.top_k
+
+    def counted(*operands):
+        jax.debug.callback(lambda: ran.append("top_k"))
+        return top_k(*operands)
+
+    monkeypatch.setattr(lax, "top_k", counted)
+    program = jax.jit(partial(sample, unroll=False))  # traced anew
+    logits = jnp.zeros((2, 50), jnp.float32)
+    for num_logprobs, expected in (-1, []), (0, []), ([-1, 1], ["top_k"]):
+        jax.block_until_ready(program(logits, inputs(2, num_logprobs=num_logprobs), KEY))
+        jax.effects_barrier()
+        assert ran == expected
