@@ -1,7 +1,7 @@
-"""The engine for asyncio: one thread runs it, coroutines stream from it and may be cancelled.
+"""The asyncio front door: one thread runs the engine, and coroutines stream answers from it.
 
-The engine's thread hands over token ids, once a step. What clients read is made of them in the
-thread of the event loop, while the engine goes on.
+The engine's thread hands over token ids after each step. The event loop's thread makes outputs with
+text of them, while the engine computes the next step.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from jpaged.text.tokenizer import Tokenizer
 from jpaged.updates import RequestUpdate
 
 DRAIN_POLL_SECONDS = 0.02
-# Steps whose tokens may wait to become text. Bounds the tokens computed after a stop string, and
-# what piles up when the event loop is slow.
+# Steps whose updates may wait for the event loop. Bounds the tokens that are computed behind a stop
+# string, and the memory of updates when the loop is slow.
 MAX_STEPS_AHEAD = 8
-BLOCKED_POLL_SECONDS = 0.5  # how often it is noticed that the loop was closed meanwhile
+BLOCKED_POLL_SECONDS = 0.5  # between two looks whether the loop was closed
 TOKENIZE_THREADS = 4
 
 logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Lets a coroutine wait for news of its request. Used by the event loop's thread only.
+    """Wakes the coroutine that reads one request's outputs. Used in the event loop's thread only.
 
-    Outputs are made when the coroutine reads and are cumulative, so a slow reader skips some but
-    loses nothing.
+    Outputs are cumulative, and made when they are read: a slow reader gets fewer of them, without
+    a loss.
     """
 
     def __init__(self, generation: Generation, *, skip_middle: bool) -> None:
@@ -55,7 +55,7 @@ class _Stream:
         self._error: JpagedError | None = None
 
     def progress(self) -> None:
-        """Note that the request has news."""
+        """Wake the reader, as the request has changed."""
         is_middle = self._is_read and not self._generation.is_finished
         if not (self._skip_middle and is_middle):
             self._changed.set()
@@ -66,7 +66,7 @@ class _Stream:
         self._changed.set()
 
     async def get(self) -> RequestOutput:
-        """The output as it is now, as soon as there is something new in it."""
+        """Wait until the request has changed, and return its output as it is then."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
@@ -80,7 +80,7 @@ class _Stream:
 
 
 class _Commands:
-    """Puts commands into the queue of the engine's thread, for the output processor."""
+    """Queues commands of the output processor for the engine's thread."""
 
     def __init__(self, actions: "queue.SimpleQueue[Callable[[Engine], None] | None]") -> None:
         self._actions = actions
@@ -96,7 +96,10 @@ class _Commands:
 
 
 class AsyncEngine:
-    """Construct, `await start()`, then call `generate` from any number of coroutines."""
+    """Runs an engine in a thread of its own.
+
+    `await start()` once, then call `generate` from any number of coroutines.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -135,7 +138,7 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """Only for reading: the engine's thread may change it at any time."""
+        """The engine, for reading only: its thread may change it at any time."""
         if self._loaded is None:
             raise EngineDeadError("the engine has not started yet")
         return self._loaded.engine
@@ -152,7 +155,7 @@ class AsyncEngine:
     def chat_prompt(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
     ) -> TokensPrompt:
-        """A conversation in the model's chat template."""
+        """Return the prompt of a conversation, made by the model's chat template."""
         return chat_prompt(
             self.tokenizer,
             messages,
@@ -163,7 +166,7 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: Params, *, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Snapshots of the growing answer; the last one has `finished`.
+        """Yield snapshots of the growing answer; the last one has `finished`.
 
         Closing or cancelling the iterator aborts the request. Raises `RequestError` for a request
         that is refused and `EngineDeadError` when the engine stops. `request_id` only labels the
@@ -182,7 +185,7 @@ class AsyncEngine:
         request_id: str | None = None,
         arrival_time: float | None = None,
     ) -> Generation:
-        """Tokenize and check a request, which `run` then answers.
+        """Tokenize and check a request for `run`.
 
         arrival_time: when the client asked, on the clock of `time.monotonic()`; now by default.
         Raises `RequestError` for a request that is refused.
@@ -201,9 +204,9 @@ class AsyncEngine:
     async def run(
         self, generation: Generation, *, skip_middle: bool = False
     ) -> AsyncGenerator[RequestOutput]:
-        """Snapshots of the growing answer to a prepared request; the last one has `finished`.
+        """Yield snapshots of the growing answer to a prepared request, as `generate` does.
 
-        skip_middle: the first and the last one only. Otherwise as `generate`.
+        skip_middle: yield the first and the last one only.
         """
         self._bind(asyncio.get_running_loop())
         # Known to the loop before the engine's health is checked: if it stops after the check, the
@@ -223,8 +226,10 @@ class AsyncEngine:
             self._outputs.abort(generation)
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests, and wait up to `timeout` seconds for the running ones. An engine
-        that has stopped has none."""
+        """Refuse new requests, and wait up to `timeout` seconds for the running ones.
+
+        Returns at once if the engine has stopped.
+        """
         self._is_draining = True
         deadline = time.monotonic() + timeout
         while self._death is None and self._is_busy() and time.monotonic() < deadline:
@@ -252,14 +257,17 @@ class AsyncEngine:
         return generation
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the engine's thread hand over to this loop. Another one may have been closed with
-        updates that nobody took."""
+        """Make this the loop that gets the updates.
+
+        A loop before it may have been closed with updates that it never took, so steps are counted
+        anew.
+        """
         if self._loop is not loop:
             self._loop = loop
             self._steps_ahead = threading.BoundedSemaphore(MAX_STEPS_AHEAD)
 
     def _process(self, updates: list[RequestUpdate], steps_ahead: threading.Semaphore) -> None:
-        """Take in what the engine's thread has handed over."""
+        """Apply updates that the engine's thread has handed over."""
         steps_ahead.release()
         for generation in self._outputs.process(updates):
             # The reader may have gone while the step was on its way.
@@ -283,7 +291,10 @@ class AsyncEngine:
             self._stop(error)
 
     def _take_actions(self) -> bool:
-        """Carry out what is queued, waiting when there is nothing else to do. False: stop."""
+        """Carry out queued actions, and wait for one while there is nothing to compute.
+
+        Returns False if the thread is to stop.
+        """
         is_idle = not self.engine.has_unfinished
         while is_idle or not self._actions.empty():
             action = self._actions.get()
@@ -294,7 +305,7 @@ class AsyncEngine:
         return True
 
     def _hand_over(self, updates: list[RequestUpdate]) -> None:
-        """Give the updates to the event loop, and wait while it is too far behind."""
+        """Give the updates to the event loop, after waiting while it is too many steps behind."""
         loop, steps_ahead = self._loop, self._steps_ahead
         assert loop is not None
         # A loop that is closed, as a program ends in the middle of a stream, takes nothing more.
@@ -305,7 +316,7 @@ class AsyncEngine:
             loop.call_soon_threadsafe(self._process, updates, steps_ahead)
 
     def _stop(self, error: BaseException) -> None:
-        """From now on everybody who reads, or comes to read, gets the error."""
+        """Note why the engine has stopped. All present and future readers get the error."""
         self._death = error
         self.engine.metrics.record_stopped()
         if self._loop is not None:

@@ -1,4 +1,4 @@
-"""One request as its client sees it: prompt and parameters, text, outputs. Imports no JAX."""
+"""Makes the outputs of a request, with their text, from the engine's updates. Imports no JAX."""
 
 import time
 from collections.abc import Sequence
@@ -18,9 +18,11 @@ from jpaged.updates import Hypothesis, RequestUpdate, SequenceUpdate
 
 
 class _Answer:
-    """One growing answer. detokenizer: of the prompt's text, for this answer alone; None: no text.
+    """One growing answer.
 
-    Tokens that the engine generates before it has heard of a stop string are dropped.
+    detokenizer: starts behind the prompt and belongs to this answer; None for answers without text.
+
+    Tokens behind a stop string are dropped: the engine generates them until it learns of the stop.
     """
 
     def __init__(self, index: int, detokenizer: Detokenizer | None, *, has_logprobs: bool) -> None:
@@ -33,7 +35,7 @@ class _Answer:
         self._cumulative_logprob = 0.0 if has_logprobs else None
 
     def take(self, update: SequenceUpdate) -> bool:
-        """Take new tokens. Returns whether they contain the end of a stop string."""
+        """Append new tokens. Returns whether they complete a stop string, which ends the answer."""
         last = len(update.token_ids) - 1
         for position, token_id in enumerate(update.token_ids):
             is_stop_token = update.finish_reason is FinishReason.STOP and position == last
@@ -50,7 +52,7 @@ class _Answer:
         return False
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        # What text is held back matters to nobody when the answer is cut off.
+        # An answer that is cut off does not get the text that is still held back.
         is_cut = reason in (FinishReason.ABORT, FinishReason.ERROR)
         if self._detokenizer is not None and not is_cut:
             self._detokenizer.finish()
@@ -62,7 +64,7 @@ class _Answer:
         return self._detokenizer.append(token_id, is_stop_token=is_stop_token)
 
     def completion(self, *, shows_logprobs: bool) -> CompletionOutput:
-        """A snapshot that later tokens do not change."""
+        """Return a snapshot, which later tokens do not change."""
         return CompletionOutput(
             index=self.index,
             text="" if self._detokenizer is None else self._detokenizer.visible_text,
@@ -75,10 +77,11 @@ class _Answer:
 
 
 class Generation:
-    """Makes the outputs of one request from the updates of the engine.
+    """One request outside of the engine: applies the engine's updates and makes outputs of them.
 
-    group: the request inside the engine; only the engine's thread reads or changes it.
-    num_answers: how many the client gets; more sequences are candidates for the best of them.
+    group: the request inside the engine. Only the engine's thread reads or changes it.
+    num_answers: answers that the client gets. If the request has more sequences, these are the
+        best of them.
     """
 
     def __init__(
@@ -121,15 +124,15 @@ class Generation:
         )
 
     def add_answer(self) -> None:
-        """Expect one more answer, a fork of another one. Its first update has all tokens."""
+        """Add an answer that is a fork. Its first update has the tokens before the fork, too."""
         self._answers.append(self._new_answer(len(self._answers)))
         self.num_answers += 1
 
     def take(self, update: RequestUpdate) -> list[int]:
-        """Take in what the engine has of this request.
+        """Apply an update of the engine.
 
-        Returns the indexes of answers that a stop string has ended, of which the engine does not
-        know yet.
+        Returns the indexes of answers that a stop string has ended. The engine, which knows no
+        text, has to be told.
         """
         self._num_cached_tokens = update.num_cached_tokens
         self._timing = update.timing
@@ -148,13 +151,13 @@ class Generation:
         return stopped
 
     def end(self, reason: FinishReason) -> None:
-        """End what is unfinished from outside: the client has gone, or there was an error."""
+        """End the unfinished answers for a reason that is not the engine's, such as an abort."""
         for answer in self._answers:
             if answer.finish_reason is None:
                 answer.finish(reason)
 
     def output(self) -> RequestOutput:
-        """A snapshot that later updates do not change."""
+        """Return a snapshot, which later updates do not change."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -188,7 +191,7 @@ class Generation:
         return answer.completion(shows_logprobs=self.params.logprobs is not None)
 
     def _completion(self, index: int, found: Hypothesis) -> CompletionOutput:
-        """A whole sequence of beam search, with its text."""
+        """Return the answer that a hypothesis of beam search is, with its text."""
         answer = self._new_answer(index)
         stop_reason, finish_reason = found.stop_reason, found.finish_reason
         if isinstance(stop_reason, str):

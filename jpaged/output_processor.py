@@ -1,4 +1,4 @@
-"""From the updates of the engine to the outputs that clients read: text, and stop strings in it."""
+"""Applies the engine's updates to requests, and tells the engine of stop strings and errors."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -10,7 +10,7 @@ from jpaged.updates import RequestUpdate
 
 
 class EngineCommands(Protocol):
-    """What the engine must hear of its requests; see `Engine`."""
+    """The commands of `Engine` that end requests."""
 
     def stop(self, group: RequestGroup, index: int) -> None: ...
 
@@ -20,25 +20,28 @@ class EngineCommands(Protocol):
 
 
 class OutputProcessor:
-    """Not thread-safe. It reads none of the engine's state, so that it may run in another thread
-    or process than the engine, some steps behind."""
+    """Keeps the unfinished requests, and makes text of the tokens that the engine reports.
+
+    Not thread-safe. It reads no state of the engine, so it may run some steps behind, in another
+    thread or process.
+    """
 
     def __init__(self, engine: EngineCommands) -> None:
         self._engine = engine
         self._generations: dict[int, Generation] = {}
 
     def add(self, generation: Generation) -> None:
-        """Expect updates of a request."""
+        """Take a request, whose updates will come."""
         self._generations[generation.number] = generation
 
     def abort(self, generation: Generation) -> None:
-        """End a request, if it has not finished; updates that still come are dropped."""
+        """End a request unless it has finished. Updates that still come are dropped."""
         if self._generations.pop(generation.number, None) is not None:
             generation.end(FinishReason.ABORT)
             self._engine.abort(generation.group)
 
     def process(self, updates: Iterable[RequestUpdate]) -> list[Generation]:
-        """Take in what is new after a step. Returns the requests that have something new.
+        """Apply the updates of a step. Returns the requests that have changed.
 
         An error in the text of one request ends that request alone.
         """

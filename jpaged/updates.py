@@ -1,7 +1,8 @@
-"""What the engine hands over after a step: plain values that could cross a process border.
+"""Updates of requests, which the engine returns after each step.
 
-An update holds what is new since the update before, so that its cost does not depend on the length
-of prompt and answer. Text is not the engine's: token ids become text where the updates are read.
+They are plain values, so that they could be sent to another process. An update has only what is
+new since the one before: its cost does not depend on the length of prompt and answer. It has token
+ids and no text, which is made where updates are read.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ class SequenceUpdate:
 
     index: its place among the sequences of the request.
     logprobs: one entry a token if the request wants log-probabilities, else empty.
-    finish_reason: STOP says that the last token is a stop token.
+    finish_reason: None while the sequence goes on. With STOP, its last token is a stop token.
     stop_reason: that token, if it is one of the request's own `stop_token_ids`.
     """
 
@@ -28,9 +29,9 @@ class SequenceUpdate:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A sequence that beam search has found, whole.
+    """A complete sequence that beam search has found.
 
-    score: what beam search ranks by; None when it ended before the first token.
+    score: rank value of the search; None if it ended before the first token.
     stop_reason: the stop string or the listed stop token that ended it.
     """
 
@@ -44,12 +45,12 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class RequestUpdate:
-    """What is new of one request.
+    """News of one request since its update before.
 
-    number: names the request within one engine.
-    sequences: those with new tokens, or that are finished now. Of beam search, one: the tokens
-        that all sequences which may win begin with.
-    prompt_logprobs: all of them in one update, once they are all known; None before and after.
+    number: identifies the request within one engine.
+    sequences: those with new tokens or a new finish reason. Beam search reports one sequence: the
+        common beginning of all that may still win.
+    prompt_logprobs: all of them, in the first update after they are known; None in all others.
     hypotheses: the result of beam search, best first, when it has finished; empty otherwise.
     """
 

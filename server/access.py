@@ -1,4 +1,4 @@
-"""Who may use the server: pure ASGI, so that streams and disconnects pass untouched."""
+"""Access control, as pure ASGI middleware: streams and disconnects pass through unchanged."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ class RefuseOtherSites:
     """Refuses requests of web pages, unless their site is allowed.
 
     Browsers add `Origin` to what pages send to other sites, and to every POST. Without this check a
-    page that somebody visits could use a server that listens on their own machine, also by a name
-    that it lets point there (DNS rebinding). Other clients send no `Origin`. The `Host` is not
+    page that somebody visits could use a server on their own machine, also through a host name that
+    resolves to it (DNS rebinding). Other clients send no `Origin`. The `Host` is not
     checked: behind a proxy it can be anything.
     """
 
@@ -71,7 +71,7 @@ class CloseWhileDraining:
 
 
 class ServeUnderPrefix:
-    """Serves each path with and without a prefix: proxies may leave it there or take it off."""
+    """Serves each path with and without a prefix, which proxies may pass on or strip."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
@@ -90,7 +90,7 @@ def _bearer_token(scope: Scope) -> bytes | None:
 
 
 def _path(scope: Scope) -> str:
-    """The path as routes have it: a proxy may or may not leave its prefix in front."""
+    """Return the path without the prefix of a proxy."""
     root = scope.get("root_path", "")
     path = scope["path"]
     return path[len(root) :] if root and path.startswith(f"{root}/") else path

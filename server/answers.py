@@ -1,4 +1,4 @@
-"""How the engine's outputs look on the wire: whole answers, and chunks of streams."""
+"""Formats the engine's outputs as OpenAI's API has them: whole answers and chunks of streams."""
 
 import time
 import uuid
@@ -32,14 +32,16 @@ _NO_ECHO = EchoedPrompt("", None)
 
 @runtime_checkable
 class AnswerFormat(Protocol):
-    """The answer to one HTTP request."""
+    """Formats the response to one HTTP request."""
 
     @property
     def id(self) -> str: ...
 
     def choice_index(self, prompt_index: int, answer_index: int) -> int:
-        """n times the index of the prompt, plus that of the answer, which may be one of fewer: a
-        beam search may end with less than n."""
+        """Return the number of a choice: n times the index of its prompt, plus its own index.
+
+        A beam search may end with fewer answers than n, which does not shift the numbers.
+        """
         ...
 
     @property
@@ -59,14 +61,14 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Format:
-    """What all chunks of an answer share.
+    """What is the same in all chunks of a response.
 
-    num_answers: n, as asked for with each prompt.
-    includes_usage: chunks carry the key "usage", null but in the last one.
-    returns_token_ids: choices carry their token ids, as vLLM's do.
-    prompt_logprobs: likeliest tokens to show at each place of the prompt, if at all.
-    skip_special_tokens: they are not in the text, and add neither to its offsets nor its bytes.
-    tokenizer: makes texts of the tokens of log-probabilities.
+    num_answers: n of the request, the number of answers to each prompt.
+    includes_usage: chunks have the key "usage", which is null in all but the last one.
+    returns_token_ids: choices have their token ids, as vLLM's do.
+    prompt_logprobs: number of likeliest tokens to show at each prompt token; None shows none.
+    skip_special_tokens: special tokens are not in the text, and add neither offsets nor bytes.
+    tokenizer: gives the texts of tokens that have log-probabilities.
     """
 
     model: str
@@ -83,7 +85,7 @@ class _Format:
         return prompt_index * self.num_answers + answer_index
 
     def whole_choices(self, outputs: Sequence[RequestOutput]) -> list[tuple[int, Delta]]:
-        """Index and content of each choice, with all of its answer."""
+        """Return number and content of each choice, with its whole answer."""
         return [
             (self.choice_index(prompt_index, answer_index), delta)
             for prompt_index, output in enumerate(outputs)
@@ -93,7 +95,7 @@ class _Format:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionFormat(_Format):
-    """The answer to a completion request. echo: shows prompts in front of their answers."""
+    """Formats completions. echo: shows prompts in front of their answers."""
 
     echo: Echo | None
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
@@ -153,7 +155,7 @@ class CompletionFormat(_Format):
         return choice
 
     def _prompt_logprobs(self, prompt: GivenPrompt, num_top: int) -> PromptLogprobs:
-        """Made once for all choices of a prompt."""
+        """Return the log-probabilities of a prompt, formatted once for all its choices."""
         if prompt not in self._shown_prompts:
             self._shown_prompts[prompt] = prompt_logprobs(prompt, self.tokenizer, num_top)
         return self._shown_prompts[prompt]
@@ -175,6 +177,8 @@ class CompletionFormat(_Format):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat(_Format):
+    """Formats chat completions."""
+
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
 
     @property
@@ -259,7 +263,7 @@ class ChatFormat(_Format):
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Token counts of a whole HTTP request. A prompt counts once, however many choices it has."""
+    """Return the token counts of a response. A prompt counts once, however many choices it has."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     return {

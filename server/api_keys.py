@@ -1,4 +1,4 @@
-"""Keys that clients must show. Nothing prints them: no error, no log, no repr."""
+"""API keys that clients must send. No error, log or repr shows them."""
 
 import hashlib
 import hmac
@@ -12,7 +12,7 @@ API_KEY_VARIABLE = "JPAGED_API_KEY"
 
 
 class Secret:
-    """A text that is never printed, wherever the object that holds it is."""
+    """A text that its repr does not show, and hence that of no object which holds it."""
 
     __slots__ = ("_value",)
 
@@ -33,7 +33,7 @@ class Secret:
 
 
 class ApiKeys:
-    """The keys that are accepted, as digests; an empty set is false."""
+    """The accepted keys, stored as digests. It is false if there are none."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         # Digests have one length, so that comparing tells nothing about the lengths of keys.
@@ -43,7 +43,7 @@ class ApiKeys:
         return len(self._digests)
 
     def accepts(self, shown: bytes) -> bool:
-        """Compares with every key, in a time that does not depend on where they differ."""
+        """Whether this is one of the keys. The time taken does not depend on where it differs."""
         digest = _digest(shown)
         return any([hmac.compare_digest(digest, each) for each in self._digests])
 
@@ -51,7 +51,7 @@ class ApiKeys:
 def read_api_keys(
     options: Sequence[Secret], file: str | None, environment: Mapping[str, str] = os.environ
 ) -> ApiKeys:
-    """The keys of all sources together.
+    """Read the keys of all sources.
 
     options: values of --api-key.
     file: path of a file with one key a line.
@@ -82,7 +82,7 @@ def _keys_of_file(file: str) -> list[str]:
 
 
 def _check(source: str, key: str) -> None:
-    """An empty key would let everybody in, and others than visible ASCII fit in no header."""
+    """Refuse keys that no header can have, and the empty one, which everybody could send."""
     if not key or not all("!" <= character <= "~" for character in key):
         raise ConfigError(
             f"{source} must be one or more visible ASCII characters without spaces, got "

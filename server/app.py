@@ -53,7 +53,7 @@ def create_app(
     options: ServerOptions = ServerOptions(),  # noqa: B008  (it is frozen)
     api_keys: ApiKeys = ApiKeys(),  # noqa: B008
 ) -> FastAPI:
-    """The API of an engine, which may still be starting: then all but /version answer 503."""
+    """Return the API of an engine. While that still starts, all routes but /version answer 503."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.state.engine = engine
     app.state.created = int(time.time())
@@ -67,7 +67,7 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, options: ServerOptions, api_keys: ApiKeys) -> None:
-    """From the innermost to the outermost."""
+    """Add the middleware, from the innermost to the outermost."""
     app.add_middleware(
         LimitBodies, max_bytes=options.max_body_bytes_in_flight, timeout=options.body_timeout
     )
@@ -183,7 +183,7 @@ async def _answer(
     params: Params,
     answer_format: AnswerFormat,
 ) -> Response:
-    """Nothing is generated before all prompts are known to be good."""
+    """Answer a request. Generates nothing before all prompts were checked."""
     engine = _serving_engine(request)
     queue: RequestQueue = request.app.state.queue
     with queue.waiting(len(prompts)):

@@ -1,13 +1,13 @@
-"""Beam search on the wire: vLLM's `use_beam_search`, and what goes with it."""
+"""Parameters of beam search in requests: vLLM's `use_beam_search` and its companions."""
 
 from jpaged.beam_search_params import BeamSearchParams
 from jpaged.errors import RequestError
 from jpaged.sampling_params import DRAWN_SEED
 from jpaged.server.protocol import SamplingRequest
 
-# What belongs to beam search only, with the value that asks for nothing.
+# Fields for beam search only, with the value that has no effect.
 BEAM_FIELDS = {"beam_width": None, "length_penalty": 1.0, "early_stopping": False}
-# What belongs to sampling only, with the values besides null that ask for nothing.
+# Fields for sampling only, with the values besides null that have no effect.
 SAMPLING_FIELDS: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
@@ -18,7 +18,7 @@ SAMPLING_FIELDS: dict[str, tuple[float, ...]] = {
 
 
 def refuse_beam_fields(request: SamplingRequest) -> None:
-    """Without beam search its parameters would have no effect."""
+    """Refuse parameters of beam search in other requests, where they would have no effect."""
     for name, neutral in BEAM_FIELDS.items():
         if getattr(request, name) != neutral:
             raise RequestError(
@@ -35,7 +35,7 @@ def beam_params(
     prompt_logprobs: int | None,
     has_text: bool,
 ) -> BeamSearchParams:
-    """As many beams as answers unless `beam_width` says more."""
+    """Convert the request. Without `beam_width`, there are as many beams as answers."""
     for name, neutral in SAMPLING_FIELDS.items():
         value = getattr(request, name, None)
         if value is not None and value not in neutral:

@@ -26,7 +26,7 @@ _CODES = {
 
 
 async def read_request(request: Request, model: type[Model]) -> Model:
-    """The validated body. Raises `RequestError` that names the first field that is wrong."""
+    """Read and validate the body. Raises `RequestError` that names the first wrong field."""
     _check_media_type(request.headers.get("content-type"))
     body = await _read_body(request)
     if len(body) < LARGE:
@@ -48,7 +48,7 @@ def _parse(body: bytearray, model: type[Model]) -> Model:
 
 
 def _check_media_type(content_type: str | None) -> None:
-    """Without one, or with that of a form, other sites' pages may post without asking first."""
+    """Refuse types other than JSON, which pages of other sites may post without a preflight."""
     content_type = content_type or "none"
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -59,7 +59,7 @@ def _check_media_type(content_type: str | None) -> None:
 
 
 async def _read_body(request: Request) -> bytearray:
-    """Stops at the limit, whatever the length that the client declared."""
+    """Read the body up to the limit, even if the declared length is wrong."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise BodyTooLargeError(f"the body has {declared} bytes; at most {MAX_BODY_BYTES} are read")
@@ -91,7 +91,7 @@ def _body_error(error: ValidationError) -> BodyError:
 
 
 def _named_field(context: dict[str, Any] | None) -> tuple[str, ...]:
-    """The field that an error of a whole object is about."""
+    """Return the field that an error of a whole object names."""
     field = (context or {}).get("field")
     return () if field is None else (f"{field:.100}",)
 

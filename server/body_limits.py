@@ -1,4 +1,4 @@
-"""Bounds what the bodies of all requests take together: pure ASGI."""
+"""Limits memory and time of request bodies, as pure ASGI middleware."""
 
 import asyncio
 
@@ -8,8 +8,9 @@ from jpaged.server.errors import OverloadedError, RequestTimeoutError
 
 
 class LimitBodies:
-    """Counts the bytes of bodies from their arrival to the end of the answer, as prompts are held
-    that long, and ends bodies that take too long to arrive.
+    """Limits the bytes of all bodies together, and the seconds that each may take to arrive.
+
+    Bytes count from their arrival to the end of the response, since prompts are held that long.
 
     Reading a body raises `RequestTimeoutError` or `OverloadedError`, which the routes let pass to
     the handlers of errors.
@@ -51,7 +52,7 @@ class LimitBodies:
 
 
 class _Body:
-    """The body of one request. After its end, only the client's leaving is waited for."""
+    """The body of one request. Its time limit ends with it: a disconnect may come at any time."""
 
     def __init__(self, limits: LimitBodies, receive: Receive) -> None:
         self.num_bytes = 0

@@ -1,7 +1,6 @@
-"""From the wire format to the engine's types; `answers.py` is the way back.
+"""Converts requests from the wire format to the engine's types; `answers.py` converts back.
 
-Parse, don't validate: what leaves here towards the engine is a prompt and `SamplingParams`, and
-the engine never sees a wire request.
+The engine gets a prompt and parameters, and never sees a request of the wire format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ def check_model(request: SamplingRequest, served: str) -> None:
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
-    """A prompt, or a list of prompts; each is text or token ids."""
+    """Return the prompts of a request, one or a list; each is text or token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -55,7 +54,7 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
 
 
 def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """Add the salt: the prompt shares cached blocks only with prompts of the same one."""
+    """Add a salt: the prompt shares cached blocks only with prompts that have the same."""
     if cache_salt is None:
         return prompt
     if isinstance(prompt, str):
@@ -66,14 +65,17 @@ def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
-    """The conversation as chat templates take it."""
+    """Return the conversation as chat templates take it."""
     return [_message(message) for message in request.messages]
 
 
 def completion_params(
     request: CompletionRequest, defaults: Mapping[str, Any], *, has_text: bool
 ) -> Params:
-    """defaults: the model's sampling parameters, which the request's own replace."""
+    """Convert the parameters of a completion.
+
+    defaults: the model's sampling parameters, for those that the request leaves out.
+    """
     best_of = request.best_of
     if request.stream and best_of is not None and best_of > request.n:
         raise RequestError(
@@ -110,9 +112,12 @@ def check_num_answers(prompts: Sequence[Prompt], params: Params) -> None:
 def chat_params(
     request: ChatCompletionRequest, defaults: Mapping[str, Any], *, has_text: bool
 ) -> Params:
-    """`max_completion_tokens` is OpenAI's new name of `max_tokens`; unset fills the context.
+    """Convert the parameters of a chat.
 
-    defaults: the model's sampling parameters, which the request's own replace.
+    `max_completion_tokens` is OpenAI's new name of `max_tokens`; without either, an answer may fill
+    the context.
+
+    defaults: the model's sampling parameters, for those that the request leaves out.
     """
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -186,7 +191,7 @@ def _params(
 
 
 def _drawing(request: SamplingRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """How tokens are drawn: as the request says, else as the model's makers recommend."""
+    """Return temperature, top_k and top_p of the request, and the defaults for the others."""
     named = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p")}
     return {**defaults, **{name: value for name, value in named.items() if value is not None}}
 

@@ -1,4 +1,4 @@
-"""What is new in a snapshot of a request's answers: a stream sends only that."""
+"""Differences between snapshots of a request's answers, which are what streams send."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,10 @@ from jpaged.outputs import CompletionOutput, FinishReason, RequestOutput, TokenL
 
 @dataclass(frozen=True, kw_only=True)
 class GivenPrompt:
-    """text: None when it came as token ids. logprobs: one entry a token, None for the first.
+    """A prompt, as it stands in an answer.
 
-    Prompts of the same text and tokens are equal, and so are their log-probabilities.
+    text: None if the client sent token ids.
+    logprobs: one entry a token, None for the first. Equal prompts have equal log-probabilities.
     """
 
     text: str | None
@@ -20,10 +21,10 @@ class GivenPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What a snapshot of an answer has more than the one before it.
+    """What a snapshot of an answer has that the one before it had not.
 
-    logprobs: one entry a token; None when none were asked for.
-    prompt: in the first delta of an answer only.
+    logprobs: one entry a token; None if the request asks for none.
+    prompt: set in the first delta of an answer only.
     """
 
     text: str
@@ -35,7 +36,7 @@ class Delta:
 
 
 def deltas(before: RequestOutput | None, now: RequestOutput) -> list[tuple[int, Delta]]:
-    """Index and delta of each answer that has something new.
+    """Return index and delta of each answer that has changed.
 
     Answers take turns, start late and end early, and a slow reader skips snapshots: so an answer
     may have nothing new, or several tokens at once.

@@ -1,4 +1,4 @@
-"""Prompts in front of their answers: OpenAI's `echo` of completions."""
+"""Puts prompts in front of their answers: `echo` of OpenAI's completions."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +13,7 @@ from jpaged.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt as the choices of an answer begin with it. logprobs: None if none are wanted."""
+    """Text of a prompt, to put in front of its answers. logprobs: None if none are wanted."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -21,8 +21,11 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Echo:
-    """Shows prompts in front of answers. num_top: likeliest tokens to report at each token
-    of the prompt; None reports no log-probabilities."""
+    """Makes the echoes of a response's prompts.
+
+    num_top: number of likeliest tokens to report at each prompt token; None reports no
+        log-probabilities.
+    """
 
     tokenizer: Tokenizer | None
     skip_special_tokens: bool
@@ -30,7 +33,10 @@ class Echo:
     _made: dict[GivenPrompt, EchoedPrompt] = field(default_factory=dict, init=False)
 
     def of(self, prompt: GivenPrompt) -> EchoedPrompt:
-        """Made once for all choices: of a long prompt, log-probabilities are megabytes."""
+        """Return the echo of a prompt, made once for all its choices.
+
+        The log-probabilities of a long prompt are megabytes.
+        """
         if prompt not in self._made:
             text = self._text(prompt)
             logprobs = None
@@ -40,7 +46,7 @@ class Echo:
         return self._made[prompt]
 
     def _text(self, prompt: GivenPrompt) -> str:
-        """The prompt's text as it was sent; for a prompt of token ids, their text."""
+        """Return the prompt's text as it was sent, or the text of its token ids."""
         if prompt.text is not None:
             return prompt.text
         if self.tokenizer is None:
@@ -71,10 +77,10 @@ def echo_of(request: CompletionRequest, tokenizer: Tokenizer | None) -> Echo | N
 
 
 def needed_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """Number of likeliest tokens to ask of the engine at each prompt token, None for none: the most
-    that the echo or `prompt_logprobs` shows.
+    """Return how many likeliest tokens the engine is to report at each prompt token.
 
-    Raises `RequestError` for a request that would have no answer.
+    That is the most that the echo or `prompt_logprobs` shows, and None if neither shows any. Raises
+    `RequestError` for a request that would have an empty answer.
     """
     wanted = [request.prompt_logprobs]
     if request.echo:

@@ -1,4 +1,4 @@
-"""What each error looks like to a client: one table, exception -> status and body."""
+"""Maps exceptions to status and body of the response, in one table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ CLIENT_CLOSED_REQUEST = 499  # never sent: nobody is left to read it
 
 
 class BodyError(RequestError):
-    """The body is no JSON object of the right form; `code` is OpenAI's word for what is wrong."""
+    """The body is no JSON object of the right form. code: OpenAI's name of the mistake."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param=param)

@@ -1,4 +1,4 @@
-"""A limit on the log-probabilities of one answer, as a small body could ask for millions."""
+"""Limits the log-probabilities of one response, as a small body could ask for millions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 
 # About 70 MB of JSON in the form of `prompt_logprobs`, 16 MB in that of `logprobs`.
 MAX_LOGPROB_ENTRIES = 2**20
-# What an answer counts at most whose max_tokens is not set: few answers fill a long context.
+# Counted for answers without max_tokens: few of them fill a long context.
 UNSET_MAX_TOKENS = 4096
 
 
@@ -18,9 +18,9 @@ def check_num_logprobs(
     num_prompt_tokens: Sequence[int],
     params: Params,
 ) -> None:
-    """Raise `RequestError` if the whole answer would hold too many log-probabilities.
+    """Raise `RequestError` if the response could have too many log-probabilities.
 
-    num_prompt_tokens: of each prompt. Each choice of completions repeats those of its prompt.
+    num_prompt_tokens: of each prompt.
     """
     counts = _entries(request, num_prompt_tokens, params)
     total = sum(counts.values())
@@ -41,8 +41,11 @@ def _entries(
     num_prompt_tokens: Sequence[int],
     params: Params,
 ) -> Counter[str]:
-    """Log-probabilities in the answer by the field that asks for them: at each token its own
-    one and those of the likeliest tokens."""
+    """Return the number of log-probabilities in the response, by the field that asks for them.
+
+    A token has its own one and those of the likeliest tokens. Each choice of completions repeats
+    those of its prompt.
+    """
     choices = params.num_answers
     prompt_tokens = sum(num_prompt_tokens)
     max_tokens = UNSET_MAX_TOKENS if params.max_tokens is None else params.max_tokens

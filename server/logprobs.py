@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms of OpenAI's API.
+"""Formats log-probabilities as OpenAI's API has them, of completions and of chats.
 
 Values are those of the model's own distribution, before temperature and filters.
 """
@@ -23,8 +23,12 @@ LEAST_LOGPROB = -9999.0
 
 
 class TextToken(NamedTuple):
-    """A token of a text. begins_text: it reads as it does where nothing is before it. is_shown:
-    it is a part of the text, as special tokens are not that are left out."""
+    """A token of a text.
+
+    offset: where in the text it begins.
+    begins_text: its text is the one that it has at the beginning of a text.
+    is_shown: it is part of the text; False for special tokens that are skipped.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -34,7 +38,7 @@ class TextToken(NamedTuple):
 
 
 def text_tokens(delta: Delta, offsets: TextOffsets) -> list[TextToken]:
-    """The tokens of a delta. offsets: those of the choice's text, which go on with each delta."""
+    """Return the tokens of a delta. offsets: of the choice's text; advanced by each delta."""
     entries = zip(delta.token_ids, delta.logprobs or (), strict=True)
     return [
         TextToken(token_id, entry, is_shown=offsets.shows(token_id), offset=offsets.next(token_id))
@@ -59,7 +63,7 @@ def completion_logprobs(
 
 
 def joined(first: CompletionLogprobs | None, then: CompletionLogprobs) -> CompletionLogprobs:
-    """The entries of a prompt and those of an answer to it, which many answers may share."""
+    """Return the entries of a prompt followed by those of an answer. Changes neither."""
     if first is None:
         return then
     return {
@@ -90,7 +94,7 @@ def chat_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer | None, token: TextToken) -> dict[str, float] | None:
-    """Log-probabilities by text: of the token itself and the most likely ones, best first.
+    """Return log-probabilities by text: of the token itself and the likeliest ones, best first.
 
     Several tokens may have the same text. The token itself then stands for all of them, or else
     the most likely one does.
@@ -107,7 +111,7 @@ def _by_text(tokenizer: Tokenizer | None, token: TextToken) -> dict[str, float] 
 def _bytes(
     tokenizer: Tokenizer | None, token_id: int, *, skip_special_tokens: bool
 ) -> list[int] | None:
-    """What the token adds to the UTF-8 of a text; None without a tokenizer, as nobody knows."""
+    """Return the bytes that the token adds to a text in UTF-8; None without a tokenizer."""
     if tokenizer is None:
         return None
     if skip_special_tokens and token_id in tokenizer.special_token_ids:

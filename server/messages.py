@@ -18,7 +18,7 @@ MAX_CONTENT_PARTS = 8192
 
 
 class ContentPart(WireModel):
-    """A text that is a part of a message. cache_control: prefixes are cached without it too."""
+    """A text part of a message. cache_control: ignored, as prefixes are cached anyway."""
 
     no_ops = {"citations": EMPTY, "annotations": EMPTY}
 
@@ -28,7 +28,7 @@ class ContentPart(WireModel):
 
 
 def _supported_part(part: Any, validate: Callable[[Any], ContentPart]) -> ContentPart:
-    """Names the type of a part before its other fields, which are unknown where it is."""
+    """Refuse a part of another type by its type, before its fields are refused as unknown."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind != "text":
         raise PydanticCustomError(
@@ -89,12 +89,12 @@ class ChatMessage(WireModel):
 
     @property
     def text(self) -> str:
-        """Text parts are joined by line breaks, as vLLM does for templates that take strings."""
+        """The text parts, joined by line breaks as in vLLM."""
         return "\n".join(part.text for part in self.content)
 
 
 def _limited_parts(messages: Any) -> Any:
-    """Counts before parts are checked one by one, which takes microseconds each."""
+    """Check the number of parts before each of them is checked, which takes microseconds."""
     if isinstance(messages, list):
         contents = (each.get("content") for each in messages if isinstance(each, dict))
         num_parts = sum(len(content) for content in contents if isinstance(content, list))

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts in vLLM's form."""
+"""Formats log-probabilities of prompts as vLLM does."""
 
 from jpaged.errors import RequestError
 from jpaged.outputs import TokenLogprobs
@@ -21,7 +21,7 @@ def refuse_prompt_logprobs_in_streams(request: SamplingRequest) -> None:
 def prompt_logprobs(
     prompt: GivenPrompt, tokenizer: Tokenizer | None, num_top: int
 ) -> PromptLogprobs:
-    """Log-probabilities at each prompt token. num_top: number of likeliest tokens to show."""
+    """Return an entry for each prompt token. num_top: number of likeliest tokens to show."""
     assert prompt.logprobs is not None
     return [
         None if entry is None else _by_id(tokenizer, token_id, entry, num_top)

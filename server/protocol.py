@@ -56,7 +56,7 @@ class StreamOptions(WireModel):
 
 
 class SamplingRequest(WireModel):
-    """What completions and chat have in common. Ranges are checked by `SamplingParams`.
+    """Fields that completions and chats have in common. `SamplingParams` checks the ranges.
 
     temperature, top_p, top_k: where none is given, the model's default is taken.
     """
@@ -147,7 +147,10 @@ class Usage(TypedDict):
 
 
 class PromptTokenLogprob(TypedDict):
-    """rank: among the most likely tokens, from 1; None beyond those that were asked for."""
+    """A token that could stand at a place of the prompt.
+
+    rank: among the likeliest tokens, from 1; None if it is not among those that were asked for.
+    """
 
     logprob: float
     rank: int | None
@@ -160,8 +163,11 @@ PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry a token in each list. text_offset: where in the text the token begins. bytes: what
-    it adds to the UTF-8 of the text; null without a tokenizer."""
+    """Log-probabilities of a text, one entry a token in each list.
+
+    text_offset: where in the text the token begins.
+    bytes: what it adds to the text in UTF-8; null without a tokenizer.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]

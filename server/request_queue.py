@@ -1,4 +1,4 @@
-"""Bounds how many prompts wait for their first token."""
+"""Limits the number of prompts that wait for their first token."""
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
@@ -27,7 +27,7 @@ class RequestQueue:
 
     @contextmanager
     def waiting(self, num_prompts: int) -> Iterator[None]:
-        """While these are checked and tokenized."""
+        """Count these prompts as waiting, within the context."""
         self.num_waiting += num_prompts
         try:
             yield
@@ -37,7 +37,7 @@ class RequestQueue:
     async def until_first(
         self, outputs: AsyncGenerator[tuple[int, Output]], num_prompts: int
     ) -> AsyncGenerator[tuple[int, Output]]:
-        """The outputs, with the index of their prompt, each of which waits until its first."""
+        """Pass outputs on, and count each prompt as waiting until its first output."""
         waiting = set(range(num_prompts))
         self.num_waiting += num_prompts
         try:

@@ -1,4 +1,4 @@
-"""Threads for work on requests that would hold up the event loop."""
+"""Runs work on requests in threads, where it does not block the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,14 +13,17 @@ Result = TypeVar("Result")
 
 
 class RequestThreads:
-    """Large pieces of work wait for each other, so that they take the memory and the processor of
-    one at a time; small ones do not wait for large ones."""
+    """A thread for large pieces of work, and some for small ones.
+
+    Large pieces run one at a time, which limits their memory and their share of the processor.
+    Small ones never wait for them.
+    """
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, thread_name_prefix="small-request")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large-request")
 
     async def run(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of `work(*arguments)`, whose input has `size` bytes or characters."""
+        """Return `work(*arguments)`. size: bytes or characters of its input."""
         pool = self._large if size >= LARGE else self._small
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)

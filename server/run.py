@@ -1,4 +1,4 @@
-"""The life of a server: listen, start the engine, serve, drain, stop."""
+"""Runs a server: listens, starts the engine, serves, drains and stops."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,11 @@ from jpaged.startup.interruption import end_process
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises `JpagedError` when the server cannot start, and
-    `EngineDeadError` at the end if the engine had stopped by itself."""
+    """Serve until Ctrl-C or SIGTERM.
+
+    Raises `JpagedError` if the server cannot start, and `EngineDeadError` at the end if the engine
+    had stopped by itself.
+    """
     api_keys = read_api_keys(options.api_key, options.api_key_file)
     listeners = listen(options.host, options.port)
     with contextlib.ExitStack() as stack:
@@ -62,7 +65,7 @@ async def _serve(
 
 
 async def _finishes(work: Coroutine[Any, Any, None], *, before: asyncio.Event) -> bool:
-    """Whether `work` is done before the event happens, which cancels it."""
+    """Run `work` until it is done or the event is set. Returns whether it is done."""
     worker = asyncio.create_task(work)
     waiter = asyncio.create_task(before.wait())
     await asyncio.wait({worker, waiter}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +79,7 @@ async def _finishes(work: Coroutine[Any, Any, None], *, before: asyncio.Event) -
 
 
 def greeting(engine: AsyncEngine, url: str, *, needs_key: bool = False) -> str:
-    """What is served where, and a command to try it with."""
+    """Return the text for a server that is ready: model, URL and a command to try it with."""
     body: dict[str, Any] = {"model": engine.model_name}
     if engine.tokenizer is None:
         path, body["prompt"] = "completions", [1, 2, 3]
@@ -99,8 +102,8 @@ class SignalledServer(uvicorn.Server):
     the running ones finish get an answer, 503. The second one asks not to wait for those. A third
     one ends the process, as a device that hangs would keep it for ever.
 
-    has_promises: whether clients may wait for answers. Before, each signal ends the process, since
-    compiling cannot be interrupted.
+    has_promises: whether the engine is ready, so that clients may wait for answers. Before, each
+    signal ends the process, since compiling cannot be interrupted.
     """
 
     def __init__(self, app: FastAPI, options: ServerOptions) -> None:

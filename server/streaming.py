@@ -40,9 +40,9 @@ IndexedOutput = tuple[int, RequestOutput]
 async def generate(
     engine: AsyncEngine, requests: Sequence[Generation], *, skip_middle: bool
 ) -> AsyncGenerator[IndexedOutput]:
-    """Snapshots of all requests' answers as they come, with the index of the request.
+    """Yield snapshots of all requests as they come, each with the index of its request.
 
-    Closing it aborts what still runs. Raises `JpagedError` when a request does not end well.
+    Closing it aborts the unfinished requests. Raises `JpagedError` if a request is cut short.
     """
     iterators = [engine.run(request, skip_middle=skip_middle) for request in requests]
     async with aclosing(merge(iterators)) as merged:
@@ -52,7 +52,7 @@ async def generate(
 
 
 async def collect(outputs: AsyncGenerator[IndexedOutput]) -> list[RequestOutput]:
-    """The last snapshot of each prompt, in the order of the prompts."""
+    """Return the last snapshot of each prompt, in the order of the prompts."""
     latest: dict[int, RequestOutput] = {}
     async with aclosing(outputs):
         async for index, output in outputs:
@@ -63,7 +63,10 @@ async def collect(outputs: AsyncGenerator[IndexedOutput]) -> list[RequestOutput]
 async def events(
     outputs: AsyncGenerator[IndexedOutput], answer_format: AnswerFormat
 ) -> AsyncGenerator[bytes]:
-    """Server-sent events of an answer. An error becomes the last event, as the status is out."""
+    """Yield the server-sent events of a response.
+
+    An error becomes the last event, since the status was sent before.
+    """
     latest: dict[int, RequestOutput] = {}
     try:
         async with aclosing(outputs):
@@ -84,7 +87,7 @@ async def events(
 
 
 class EventStream(StreamingResponse):
-    """Sends events until they end or the client goes away; closes them in either case."""
+    """Sends events until they end or the client disconnects, and closes them in either case."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         # Proxies that buffer would hand over the whole stream at its end.
@@ -104,9 +107,9 @@ class EventStream(StreamingResponse):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client goes away: `ClientDisconnect`.
+    """Return the result of `work`, or cancel it and raise `ClientDisconnect`.
 
-    The body of the request must have been read: what else comes is dropped.
+    The body of the request must have been read before: a rest of it is dropped.
     """
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_wait_for_disconnect(receive))
@@ -122,7 +125,10 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 async def merge(
     iterators: Sequence[AsyncGenerator[RequestOutput]],
 ) -> AsyncGenerator[IndexedOutput]:
-    """Items of all iterators as they come. The first error ends it; its end closes them all."""
+    """Yield the items of all iterators as they come, each with the index of its iterator.
+
+    Raises the first error of an iterator. Closes all of them at its end.
+    """
     if len(iterators) == 1:  # saves a task and a queue for most requests
         async with aclosing(iterators[0]) as outputs:
             async for output in outputs:
@@ -163,7 +169,7 @@ async def _forward(
     iterator: AsyncGenerator[RequestOutput],
     queue: asyncio.Queue[IndexedOutput | Exception | None],
 ) -> None:
-    """Puts the items of an iterator, then None or the error that ended it."""
+    """Put the items of an iterator into a queue, then None or the error that ended it."""
     try:
         async with aclosing(iterator):
             async for output in iterator:

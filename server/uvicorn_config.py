@@ -1,4 +1,4 @@
-"""What uvicorn, which speaks HTTP for us, is told."""
+"""Configures uvicorn, the HTTP server below the application."""
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,10 +15,10 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 def uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
-    """Loaded, so that a certificate that cannot be used is found out: `ConfigError`."""
+    """Return a loaded config. Raises `ConfigError` for a certificate that cannot be used."""
     config = uvicorn.Config(
         app,
-        # Never other ones that happen to be installed: these are tested.
+        # Not uvicorn's choice of what is installed: these are tested.
         http=protocol_with(options.head_timeout),
         loop="asyncio",
         ws="none",

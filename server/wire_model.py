@@ -1,4 +1,4 @@
-"""The base of all JSON objects that clients send: every field is known, or refused by name."""
+"""Base class of the JSON objects that clients send, which refuses unknown fields by name."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -37,7 +37,7 @@ class WireModel(BaseModel):
 
     @classmethod
     def _is_no_op(cls, name: str, value: Any) -> bool:
-        """Raises for a field that is unknown, or that asks for what is not offered."""
+        """Whether a field changes nothing. Raises for one that is unknown or not supported."""
         if value is None or any(_is_same(value, no_op) for no_op in cls.no_ops.get(name, ())):
             return True
         if name in cls.model_fields:

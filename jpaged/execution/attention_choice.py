@@ -1,4 +1,4 @@
-"""Which implementation of paged attention a device gets, and in which sizes."""
+"""Chooses the implementation of paged attention for a device, and its tile sizes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ PLATFORM_BACKENDS = {"gpu": "triton", "tpu": "pallas-tpu"}
 
 
 class AttentionHeads(Protocol):
-    """What a backend has to know of a model."""
+    """Heads of a model, which decide the shapes that a backend works on."""
 
     @property
     def num_heads(self) -> int: ...
@@ -41,8 +41,11 @@ class AttentionHeads(Protocol):
 def choose_attention(
     config: EngineConfig, model: AttentionHeads, kv_dtype: jnp.dtype, target: Target
 ) -> PagedAttention:
-    """The backend that an option names, or the one of the device. A backend that cannot do it is
-    no reason to take a slower one: that is refused, and the user decides."""
+    """Return the backend that the config names, or by default that of the platform.
+
+    Raises `ConfigError` if this backend cannot serve the model. It never falls back to a slower
+    one, as that is the user's decision.
+    """
     name = config.attention_backend
     if name == "auto":
         name = PLATFORM_BACKENDS.get(target.platform, "xla")
@@ -61,7 +64,7 @@ def choose_attention(
 def make_backend(
     name: str, model: AttentionHeads, target: Target, *, interpret: bool = False
 ) -> PagedAttention:
-    """With the sizes that are chosen where nothing was measured."""
+    """Return the backend of this name, with default tile sizes."""
     if name == "xla":
         return XlaPagedAttention()
     group = model.num_heads // model.num_kv_heads
@@ -81,6 +84,7 @@ def make_backend(
 def choose_block_size(
     config: EngineConfig, attention: PagedAttention, model: AttentionHeads, kv_dtype: jnp.dtype
 ) -> int:
+    """Return the configured block size, or else the backend's default for the model."""
     return config.block_size or attention.default_block_size(
         num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=kv_dtype
     )
@@ -100,7 +104,7 @@ def _tuning_file(config: EngineConfig, attention: PagedAttention) -> Path:
 def reason_against(
     attention: PagedAttention, target: Target, kv_dtype: jnp.dtype, block_size: int
 ) -> str | None:
-    """Why the backend cannot serve such a pool on the device, if so."""
+    """Return why the backend cannot serve such a pool on the target; None if it can."""
     return attention.supports(
         block_size=block_size,
         dtype=kv_dtype,
@@ -117,7 +121,10 @@ def with_measured_sizes(
     kv_dtype: jnp.dtype,
     block_size: int,
 ) -> PagedAttention:
-    """The backend with the sizes that a file has for it, if any. Raises `ConfigError`."""
+    """Return the backend with the tile sizes that a tuning file has for it, if any.
+
+    Raises `ConfigError` for a file with mistakes, and for sizes that the backend cannot use.
+    """
     if not isinstance(attention, MosaicPagedAttention | TritonPagedAttention):
         return attention
     key = tuning_key(attention.name, model, target, kv_dtype, block_size)
@@ -132,7 +139,7 @@ def with_measured_sizes(
 
 
 def read_tuning_file(path: Path) -> dict[TuningKey, Sizes]:
-    """Raises `ConfigError`."""
+    """Read measured tile sizes by backend, device and model. Raises `ConfigError`."""
     try:
         return read_sizes(path)
     except TuningError as error:
@@ -142,6 +149,7 @@ def read_tuning_file(path: Path) -> dict[TuningKey, Sizes]:
 def tuning_key(
     backend: str, model: AttentionHeads, target: Target, kv_dtype: jnp.dtype, block_size: int
 ) -> TuningKey:
+    """Return the key under which a tuning file has the sizes of a backend."""
     return TuningKey(
         device=target.device_kind,
         backend=backend,

@@ -1,7 +1,8 @@
-"""Moves KV blocks to host memory and back, in chunks of a few fixed sizes.
+"""Copies KV blocks from the device's pools to host memory and back.
 
-Nothing here waits: chunks are gathered by the device between two steps, travel while it computes,
-and come back the same way.
+Blocks are copied in chunks of a few sizes, each with programs of its own. The copies are launched
+only: the device gathers or scatters a chunk between two steps, and transfers it while it computes
+the next one.
 """
 
 import time
@@ -21,7 +22,11 @@ NUM_TIMED_TRIPS = 3
 
 @dataclass(frozen=True)
 class HostChunk:
-    """Content of neighbouring blocks of a list. values: [layers, blocks, ...], in host memory."""
+    """K/V of consecutive blocks of a list, in host memory.
+
+    first: position in the list of the first of them.
+    values: [layers, blocks, ...].
+    """
 
     first: int
     num_blocks: int
@@ -29,13 +34,15 @@ class HostChunk:
 
 
 class BlockMover:
+    """Launches copies of blocks out of the pools and back into them."""
+
     def __init__(self, programs: Programs, *, num_pool_blocks: int) -> None:
         self._swap_out = programs.swap_out
         self._swap_in = programs.swap_in
         self._past_the_end = num_pool_blocks
 
     def fetch(self, pools: Pools, blocks: Sequence[int]) -> list[HostChunk]:
-        """Copies of the blocks as they are once all steps launched so far are done."""
+        """Copy blocks to host memory, as they are once all steps launched so far are done."""
         chunks = []
         for first, size in self._split(len(blocks)):
             indices = np.asarray(blocks[first : first + size], np.int32)
@@ -45,7 +52,10 @@ class BlockMover:
     def put_back(
         self, pools: Pools, chunks: Sequence[HostChunk], targets: Sequence[int | None]
     ) -> Pools:
-        """The pools with the content of block i in block targets[i]; None leaves it out."""
+        """Write block i of the chunks to block targets[i] of the pools, or nowhere if that is None.
+
+        Returns the pools to use from now on.
+        """
         for chunk in chunks:
             wanted = targets[chunk.first : chunk.first + chunk.num_blocks]
             if any(target is not None for target in wanted):
@@ -56,7 +66,10 @@ class BlockMover:
         return pools
 
     def time_round_trip(self, pools: Pools) -> tuple[float, Pools]:
-        """Seconds a block, out and in, and the pools. Moves the sink block, which nobody reads."""
+        """Measure the seconds that one block takes to host memory and back.
+
+        Returns them, and the pools to use from now on. Copies the sink block, which nobody reads.
+        """
         num_blocks = max(self._swap_out)
         nowhere = np.full(num_blocks, SINK_BLOCK, np.int32)
         seconds = []
@@ -72,7 +85,7 @@ class BlockMover:
         return min(seconds) / num_blocks, pools
 
     def _split(self, num_blocks: int) -> Iterator[tuple[int, int]]:
-        """First block and size of chunks that hold exactly so many blocks together."""
+        """Yield first block and size of chunks that have `num_blocks` blocks together."""
         first = 0
         for size in sorted(self._swap_out, reverse=True):
             while num_blocks - first >= size:

@@ -1,12 +1,12 @@
-"""Blocks whose content is known, found again by requests that begin alike. Imports no JAX.
+"""Prefix cache: finds the blocks that hold the K/V of a request's first tokens. Imports no JAX.
 
-A full block is named by a digest over the digest of the block before it and its own tokens, so
-equal digests mean equal prefixes. The chain starts from what else the K/V depend on, such as the
-request's cache salt: requests that differ in it never meet. Digests are 128 bits of BLAKE2b,
-whose collisions cannot be made; Python's `hash` could be guessed and repeats on purpose.
+A full block is identified by a digest of its parent's digest and its own token ids, so that equal
+digests mean equal prefixes. The first parent is a digest of all else that K/V depend on, such as
+the cache salt: requests with different salts share nothing. Digests are 128 bits of BLAKE2b, for
+which nobody can construct a collision, as they could for Python's `hash`.
 
-Behind the last full block that matches, the beginning of another one may match as well: it is
-copied, and the request goes on in the copy.
+Behind the last full block that matches, a block may match in part. It is copied, and the request
+continues in the copy.
 """
 
 from array import array
@@ -23,19 +23,21 @@ from jpaged.scheduling.kept_logprobs import KeptLogprobs, Score
 from jpaged.scheduling.request import Request
 
 DIGEST_BYTES = 16
-# Blocks that are compared in search of the one whose beginning matches best, newest first.
+# Candidates for a partial match that are compared, newest first.
 MAX_COMPARED_BLOCKS = 16
-# A copy costs about as much as computing a few tokens more: shorter beginnings are not worth it.
-MIN_COPIED_SHARE = 4  # of block_size
+# A partial match has at least block_size / MIN_COPIED_SHARE tokens: to copy a block costs about as
+# much as to compute a few tokens.
+MIN_COPIED_SHARE = 4
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """What the pool has of a request's tokens.
+    """The longest cached prefix of a request.
 
-    blocks: full blocks, in order, to be shared. partial_block: one whose beginning comes next and
-    is to be copied, if there is one. num_tokens: tokens of all these together.
-    scores: log-probabilities of the first tokens, for a request that wants them.
+    blocks: full blocks that the request shares, in order.
+    partial_block: block whose first tokens come next, to be copied; None if there is none.
+    num_tokens: tokens of the prefix.
+    scores: log-probabilities of the prefix's tokens, for a request that wants them.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -45,7 +47,7 @@ class PrefixMatch:
 
 
 class CachedBlock(NamedTuple):
-    """What is in a registered block; `digest` is that of `parent` and `token_ids`."""
+    """Content of a registered block. parent: digest of the block before it."""
 
     digest: bytes
     parent: bytes
@@ -53,23 +55,26 @@ class CachedBlock(NamedTuple):
 
     @property
     def family(self) -> tuple[bytes, int]:
-        """Blocks of the same have at least one token more in common than their parent."""
+        """Key of all blocks with the same parent and the same first token."""
         return self.parent, self.token_ids[0]
 
 
 class PrefixCache:
-    """Registers the full blocks of requests and matches new requests against them."""
+    """Registers the full blocks of requests, and matches other requests against them."""
 
     def __init__(self, block_pool: BlockPool, *, block_size: int) -> None:
         self.block_pool = block_pool
         self.block_size = block_size
-        # By block. An entry is out of date once the pool finds its digest elsewhere or nowhere.
+        # By block. An entry is stale once the pool has given the block another digest or none.
         self._entries: dict[int, CachedBlock] = {}
         self._families: dict[tuple[bytes, int], dict[int, None]] = {}
         self._logprobs = KeptLogprobs()
 
     def match(self, request: Request) -> PrefixMatch:
-        """At most all tokens but one, as the last one must be computed to get its logits."""
+        """Return the longest cached prefix of a request.
+
+        It never has the last token, which must be computed to get its logits.
+        """
         size, most = self.block_size, len(request.token_ids) - 1
         self._extend_digests(request, most // size)
         blocks = []
@@ -86,9 +91,9 @@ class PrefixCache:
         return self._with_scores(match, request) if request.needs_scores else match
 
     def register(self, request: Request) -> None:
-        """Note the content of the request's blocks that launched steps have filled.
+        """Let other requests match the blocks that launched steps have filled for this one.
 
-        Tokens that only the device knows are left for later.
+        Blocks with a token whose id is known on the device only are registered later.
         """
         num_known = min(request.num_computed_tokens, len(request.token_ids))
         num_blocks = num_known // self.block_size
@@ -99,12 +104,14 @@ class PrefixCache:
             request.num_registered_blocks = num_blocks
 
     def token_ids(self, block: int) -> tuple[int, ...]:
-        """What a registered block holds."""
+        """Return the token ids of a registered block."""
         return self._entries[block].token_ids
 
     def keep_scores(self, request: Request, positions: range) -> None:
-        """Keep log-probabilities of the prompt that have become known, block by block, for
-        requests that find the blocks and want them."""
+        """Keep log-probabilities of the prompt with the blocks of their tokens.
+
+        positions: those whose log-probabilities have become known.
+        """
         assert request.num_prompt_logprobs is not None
         size = self.block_size
         num_blocks = positions.stop // size
@@ -116,7 +123,7 @@ class PrefixCache:
                 self._logprobs.keep(block, scores)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raise if a block is not what it is known as, to itself or to those who hold it."""
+        """Raise if digests, families or the tokens of requests contradict an entry."""
         for block in self.block_pool.registered_blocks():
             entry = self._entries[block]
             assert entry.digest == self.block_pool.digest(block), f"{block=} has another digest"
@@ -144,14 +151,17 @@ class PrefixCache:
             self._families.setdefault(entry.family, {})[block] = None
 
     def _is_usable(self, block: int, request: Request) -> bool:
-        """A request that wants log-probabilities of its prompt cannot do with K/V alone."""
+        """Whether the block has the log-probabilities that the request wants besides K/V."""
         if not request.needs_scores:
             return True
         assert request.num_prompt_logprobs is not None
         return self._logprobs.has(block, request.num_prompt_logprobs)
 
     def _with_scores(self, match: PrefixMatch, request: Request) -> PrefixMatch:
-        """One token less, as its logits make the log-probability of the token behind the match."""
+        """Add log-probabilities to a match, and take away its last token.
+
+        That token is computed again, as its logits score the first token behind the match.
+        """
         blocks, partial_block = list(match.blocks), match.partial_block
         found = blocks if partial_block is None else [*blocks, partial_block]
         scores = [score for block in found for score in self._logprobs.of(block)][
@@ -173,7 +183,7 @@ class PrefixCache:
     def _best_beginning(
         self, parent: bytes, wanted: tuple[int, ...], request: Request
     ) -> tuple[int | None, int]:
-        """The block behind the parent that begins most like `wanted`, and the number of tokens."""
+        """Return the child of `parent` that matches most tokens of `wanted`, and their number."""
         best, most = None, max(1, self.block_size // MIN_COPIED_SHARE) - 1
         family = self._families.get((parent, wanted[0])) if len(wanted) > most else None
         for block in list(islice(reversed(family), MAX_COMPARED_BLOCKS)) if family else ():
@@ -192,7 +202,7 @@ class PrefixCache:
         return entry if is_current else None
 
     def _forget(self, block: int) -> None:
-        """Drop an entry that is out of date."""
+        """Drop a stale entry."""
         self._logprobs.drop(block)
         entry = self._entries.pop(block, None)
         if entry is not None:
@@ -202,6 +212,7 @@ class PrefixCache:
                 del self._families[entry.family]
 
     def _extend_digests(self, request: Request, num_blocks: int) -> None:
+        """Compute the digests of the request's first blocks that it does not have yet."""
         digests, size = request.block_digests, self.block_size
         for index in range(len(digests), num_blocks):
             parent = digests[-1] if digests else root_digest_of(request)
@@ -210,14 +221,17 @@ class PrefixCache:
 
 
 def root_digest_of(request: Request) -> bytes:
-    """The parent of the request's first block, computed once."""
+    """Return the parent digest of the request's first block, computed once."""
     if request.root_digest is None:
         request.root_digest = root_digest(request.cache_keys)
     return request.root_digest
 
 
 def root_digest(cache_keys: Mapping[str, str]) -> bytes:
-    """The parent of every first block: a digest of tagged values, unambiguous by their lengths."""
+    """Return the digest that is the parent of first blocks.
+
+    The length in front of each tag and value keeps different keys from giving the same bytes.
+    """
     digest = blake2b(digest_size=DIGEST_BYTES)
     for tag, value in sorted(cache_keys.items()):
         for part in (tag.encode(), value.encode()):
@@ -226,5 +240,6 @@ def root_digest(cache_keys: Mapping[str, str]) -> bytes:
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the digest of a full block with these tokens behind this parent."""
     content = parent + array("i", token_ids).tobytes()
     return blake2b(content, digest_size=DIGEST_BYTES).digest()

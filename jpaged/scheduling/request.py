@@ -37,7 +37,7 @@ class SwappedBlocks:
 class Request:
     """Tokens, progress and blocks of one answer to a request.
 
-    group: all answers to the same request, this one included; it enters itself when it is made.
+    group: all answers to the same request, this one included; set by the group.
     index: place of this answer among them.
     policy: how this request and its siblings are computed.
     max_tokens: most tokens of the answer, as asked for. token_limit: the same, lowered by the
