@@ -102,7 +102,7 @@ class BeamGroup(RequestGroup):
         """Make the beams the survivors' sequences."""
         if self._stop_checkers is not None:
             self._stop_checkers = [self._checked(survivor)[0] for survivor in survivors]
-        grown = [(self._token_ids(survivor), [*self._logprobs(survivor)]) for survivor in survivors]
+        grown = self._grown(survivors)
         self.beams = self.beams[: len(survivors)]
         for beam, (token_ids, logprobs) in zip(self.beams, grown, strict=True):
             beam.continue_as(token_ids, logprobs)
@@ -164,22 +164,36 @@ class BeamGroup(RequestGroup):
         is_stop_token = self._is_stop_token(candidate)
         return checker, checker.append(candidate.token_id, is_stop_token=is_stop_token)
 
-    def _token_ids(self, candidate: Candidate) -> list[int]:
-        return [*self.beams[candidate.beam].token_ids, candidate.token_id]
+    def _grown(self, survivors: list[Candidate]) -> list[tuple[list[int], list[TokenLogprobs]]]:
+        """Return the survivors' tokens and log-probabilities.
 
-    def _logprobs(self, candidate: Candidate) -> tuple[TokenLogprobs, ...]:
+        A parent's lists, which are as long as the answer, go to its last survivor without a copy.
+        A beam that ends here keeps its lists.
+        """
+        last_of = {survivor.beam: place for place, survivor in enumerate(survivors)}
+        grown = []
+        for place, survivor in enumerate(survivors):
+            parent = self.beams[survivor.beam]
+            token_ids, logprobs = parent.token_ids, parent.logprobs
+            if place != last_of[survivor.beam] or survivor.beam >= len(survivors):
+                token_ids, logprobs = token_ids.copy(), logprobs.copy()
+            token_ids.append(survivor.token_id)
+            logprobs.append(self._token_logprobs(survivor))
+            grown.append((token_ids, logprobs))
+        return grown
+
+    def _token_logprobs(self, candidate: Candidate) -> TokenLogprobs:
         beam = self.beams[candidate.beam]
         num_top = beam.params.logprobs or 0
-        top = self._reports[beam].top[:num_top]
-        return (*beam.logprobs, TokenLogprobs(candidate.logprob, top))
+        return TokenLogprobs(candidate.logprob, self._reports[beam].top[:num_top])
 
     def _hypothesis(self, candidate: Candidate, score: Decimal) -> Hypothesis:
         beam, stop_string = self.beams[candidate.beam], self._stop_string(candidate)
         is_stopped = stop_string is not None or self._is_stop_token(candidate)
         is_listed = candidate.token_id in (beam.params.stop_token_ids or ())
         return Hypothesis(
-            token_ids=tuple(self._token_ids(candidate)[beam.num_prompt_tokens :]),
-            logprobs=self._logprobs(candidate),
+            token_ids=(*beam.token_ids[beam.num_prompt_tokens :], candidate.token_id),
+            logprobs=(*beam.logprobs, self._token_logprobs(candidate)),
             cumulative_logprob=candidate.cumulative_logprob,
             score=reported_score(score),
             finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
