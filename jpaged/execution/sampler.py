@@ -127,13 +127,15 @@ def sample_tokens(
 
 
 def argmax(values: Float[Array, "S V"]) -> Int[Array, "S"]:
-    """Index of the largest value, the lowest one among equals.
+    """Index of the largest value, the lowest one among equals; 0 in a row with a NaN.
 
     Two plain reductions: XLA's own argmax carries pairs, which CPUs do not vectorise.
     """
-    largest = values.max(axis=1, keepdims=True)
-    index = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
-    return jnp.where(values == largest, index, values.shape[1] - 1).min(axis=1)
+    largest, size = values.max(axis=1, keepdims=True), values.shape[1]
+    index = jnp.arange(size, dtype=jnp.int32)[None, :]
+    found = jnp.where(values == largest, index, size).min(axis=1)
+    # The last places of a vocabulary may only fill it up.
+    return jnp.where(found == size, 0, found)
 
 
 def gumbel_noise(

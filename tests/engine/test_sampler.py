@@ -179,6 +179,20 @@ def test_tiny_temperatures_are_greedy(temperature, top_p):
     np.testing.assert_array_equal(np.asarray(tokens)[has_gap], logits.argmax(1)[has_gap])
 
 
+def test_what_fills_a_vocabulary_up_is_never_sampled_or_reported():
+    """Nor does it change what is, whatever the filters; and a row of NaNs names a real token."""
+    rows = np.random.default_rng(3).normal(size=(6, 211)).astype(np.float32)
+    rows[5] = np.nan
+    filled = np.pad(rows, ((0, 0), (0, 13)), constant_values=-np.inf)
+    temperature, top_k, top_p = [0, 1, 1, 30, 1, 1], [0, 0, 500, 0, 7, 0], [1, 1, 0.9, 0.99, 1, 1]
+    params = inputs(6, temperature=temperature, top_k=top_k, top_p=top_p, num_logprobs=20)
+    expected, found = (reported(jnp.array(each), params, KEY) for each in (rows, filled))
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.top_ids[:5], expected.top_ids[:5])
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    assert max(found.tokens) < 211
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_logprobs_are_those_of_the_model(temperature):
     """O-23: before temperature and filters; the sampled token has the same value in both places;

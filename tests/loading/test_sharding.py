@@ -2,7 +2,7 @@
 
 import json
 import tracemalloc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
@@ -20,7 +20,13 @@ from jpaged.models.formats.tensor_source import ALL
 from jpaged.models.loading import Model, abstract_model, load_model
 from jpaged.models.sharding import DATA_AXIS, TENSOR_AXIS, split_config
 from jpaged.progress import Progress
-from pallas_kernels.paged_attention import AttentionMetadata, XlaPagedAttention
+from pallas_kernels.paged_attention import (
+    AttentionMetadata,
+    PagedAttention,
+    ShardedPagedAttention,
+    XlaPagedAttention,
+)
+from tests.engine.large_models import check_collectives
 from tests.random_llama import save_random_llama
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 50, 49], np.int32)
@@ -50,29 +56,39 @@ def load_whole(folder: Path) -> Model:
     return load_model(model, SafetensorsSource(folder), progress=Progress(shown=False))
 
 
-def logits_of(model: Model) -> Float[np.ndarray, "T V"]:
-    """Logits of every token of one short text."""
-    attention, num_tokens = XlaPagedAttention(), len(TOKENS)
-    metadata = AttentionMetadata(
-        block_tables=jnp.array([[1]], jnp.int32),
-        context_lens=jnp.array([num_tokens], jnp.int32),
-        query_starts=jnp.array([0, num_tokens], jnp.int32),
-        num_decodes=jnp.int32(0),
-    )
-    heads = {"num_kv_heads": model.config.num_kv_heads, "head_dim": model.config.head_dim}
-    pool_shape = attention.pool_shape(num_blocks=2, block_size=16, **heads)
+@dataclass(frozen=True)
+class Step:
+    """A prefill of one short text, in a pool of its own. mesh: of the model, if it is split."""
 
-    @jax.jit
-    def run(params: tuple[Array, ...]) -> Array:
-        module = model.merge(params)
+    model: Model
+    mesh: Mesh | None = None
+
+    @property
+    def attention(self) -> PagedAttention:
+        one = XlaPagedAttention()
+        return one if self.mesh is None else ShardedPagedAttention(one, self.mesh, TENSOR_AXIS)
+
+    def hidden(self, params: tuple[Any, ...], tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
+        (num_tokens,), config, attention = tokens.shape, self.model.config, self.attention
+        metadata = AttentionMetadata(
+            block_tables=jnp.array([[1]], jnp.int32),
+            context_lens=jnp.array([num_tokens], jnp.int32),
+            query_starts=jnp.array([0, num_tokens], jnp.int32),
+            num_decodes=jnp.int32(0),
+        )
         plan = attention.plan(metadata, num_tokens=num_tokens, block_size=16, decode_only=False)
-        pools = (jnp.zeros(pool_shape, model.dtype),) * model.config.num_layers
+        heads = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        shape = attention.pool_shape(num_blocks=2, block_size=16, **heads)
+        pools = (jnp.zeros(shape, self.model.dtype),) * config.num_layers
         positions = jnp.arange(num_tokens, dtype=jnp.int32)
-        tokens = jnp.asarray(TOKENS)
-        hidden, _ = module(tokens, positions, positions + 16, pools, plan, attention=attention)
-        return module.logits(hidden)
+        module = self.model.merge(params)
+        return module(tokens, positions, positions + 16, pools, plan, attention=attention)[0]
 
-    return np.asarray(run(model.params))
+    def logits(self, params: tuple[Any, ...], tokens: Int[Array, "T"]) -> Float[Array, "T V"]:
+        return self.model.merge(params).logits(self.hidden(params, tokens))
+
+    def run(self) -> Float[np.ndarray, "T V"]:
+        return np.asarray(jax.jit(self.logits)(self.model.params, TOKENS))
 
 
 class CountingSource(SafetensorsSource):
@@ -100,14 +116,32 @@ def test_split_model_computes_what_it_computes_on_one_device(
 ) -> None:
     sizes = {"vocab_size": 51, "num_attention_heads": 8}
     folder = save_random_llama(tmp_path, **sizes | changes)
-    whole = logits_of(load_whole(folder))
+    whole = Step(load_whole(folder)).run()
     vocab_size = whole.shape[1]
-    split = logits_of(load_split(folder, num_devices))
+    split = Step(load_split(folder, num_devices), mesh_of(num_devices)).run()
     assert split.shape[1] % num_devices == 0
     np.testing.assert_allclose(
         split[:, :vocab_size], whole, rtol=0, atol=1e-5 * np.abs(whole).max()
     )
     assert (split[:, vocab_size:] == -np.inf).all(), "no token has these logits"
+
+
+@pytest.mark.parametrize(
+    "num_devices,num_kv_heads", [(2, 2), (8, 2)], ids=["kv-heads-split", "kv-heads-copied"]
+)
+def test_devices_wait_for_each_other_twice_a_layer(
+    hf_config: dict[str, Any], num_devices: int, num_kv_heads: int
+) -> None:
+    """They add up what each has after attention and after the MLP, and once for the embedding.
+    Nothing is put into another order, and logits stay where they are."""
+    changes = {"num_attention_heads": 8, "num_key_value_heads": num_kv_heads}
+    config = split_config(ModelConfig.from_hf(hf_config | changes), num_devices)
+    mesh = mesh_of(num_devices)
+    step = Step(abstract_model(config, jnp.dtype("float32"), mesh), mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    tokens = jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32, sharding=whole)
+    compiled = jax.jit(step.logits).lower(step.model.params, tokens).compile()
+    check_collectives(compiled, config)
 
 
 def test_every_device_holds_and_reads_its_part(tmp_path: Path) -> None:
