@@ -13,7 +13,7 @@ NEWEST := .venv-newest
 REPORTS := .cache/reports
 # As many workers as a small machine has cores: two engines at once take 6 GiB.
 WORKERS ?= 2
-# In the order of folders: the tests that any worker may run come towards the end.
+# In the order of folders: the files that take long come before the tests that any worker may run.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=15
 
 .PHONY: help install install-dev serve test test-long test-mutations test-main test-newest lint format bench clean

@@ -8,7 +8,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import pytest
@@ -21,6 +21,9 @@ from tests.typechecker import check_annotations
 
 check_annotations()  # before anything imports what is checked
 
+if TYPE_CHECKING:
+    from jpaged.llm import LLM
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -28,6 +31,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+MAX_ENGINES = 4
+SMALL_ENGINE: dict[str, Any] = {
+    "block_size": 16,  # whatever suits the device: few tokens should be many blocks
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "bucket_growth": 64,  # few programs to compile
+    "num_gpu_blocks_override": 200,
+    "check_invariants": True,
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +64,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
 def programs_folder(pytestconfig: pytest.Config) -> Path:
     """Compiled programs of all tests, of all workers and of the runs before."""
     return pytestconfig.rootpath / ".cache" / "programs"
+
+
+@pytest.fixture(scope="session")
+def make_llm(programs_folder: Path) -> "Callable[..., LLM]":
+    """make_llm(folder, **options): equal arguments give the same, idle engine."""
+    from jpaged.llm import LLM
+
+    made: dict[str, LLM] = {}
+
+    def make(model: Path | str, **options: Any) -> LLM:
+        options = {**SMALL_ENGINE, "compilation_cache_dir": str(programs_folder), **options}
+        key = f"{model} {sorted(options.items())}"
+        if key in made:
+            made[key] = made.pop(key)  # the one used last goes last
+        else:
+            # Compiled programs take thousands of memory maps an engine, and a process may have
+            # some ten thousands.
+            while len(made) >= MAX_ENGINES:
+                del made[next(iter(made))]
+            made[key] = LLM(str(model), **options)
+        assert not made[key].engine.has_unfinished
+        return made[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")

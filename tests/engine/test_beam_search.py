@@ -9,7 +9,7 @@ from jpaged.errors import RequestError
 from jpaged.outputs import FinishReason
 from jpaged.sampling_params import SamplingParams
 from tests.demo_engine import DEMO_OPTIONS
-from tests.engine.prompts import DEMO_PROMPTS
+from tests.demo_prompts import DEMO_PROMPTS
 from tests.random_llama import save_random_llama
 
 NUM_TOKENS = 20

@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.sampling_params import SamplingParams
 from tests.demo_engine import DEMO_OPTIONS
-from tests.engine.prompts import DEMO_PROMPTS
+from tests.demo_prompts import DEMO_PROMPTS
 from tests.hf_reference import assert_greedy_parity, hf_greedy, hf_greedy_along
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

@@ -26,7 +26,7 @@ from pallas_kernels.paged_attention import (
     ShardedPagedAttention,
     XlaPagedAttention,
 )
-from tests.engine.large_models import check_collectives
+from tests.execution.large_models import check_collectives
 from tests.random_llama import save_random_llama
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 50, 49], np.int32)

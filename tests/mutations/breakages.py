@@ -7,7 +7,7 @@ They are data: one TOML file for each part of the product, one table for each br
     file = "jpaged/scheduling/block_tables.py"
     old = "text that is in the file exactly once"
     new = "what takes its place"
-    tests = ["tests/engine/test_scheduler.py::test_that_must_fail"]
+    tests = ["tests/scheduling/test_scheduler.py::test_that_must_fail"]
 """
 
 import ast

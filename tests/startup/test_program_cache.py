@@ -180,7 +180,7 @@ def test_two_starts_at_once(tmp_path: Path) -> None:
     """O-86: both finish, and one entry is left."""
     code = (
         "import sys\n"
-        "from tests.engine.test_program_cache import open_cache, run\n"
+        "from tests.startup.test_program_cache import open_cache, run\n"
         "from pathlib import Path\n"
         "for factor in (2.0, 3.0, 4.0): run(open_cache(sys.argv[1]), factor)\n"
     )

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.execution.sampler import Samples, VocabularyParts, sample, top_k_filter, top_p_filter
 from jpaged.sampling_params import MAX_REPORTED_TOKENS
-from tests.engine.test_sampler import inputs
+from tests.execution.test_sampler import inputs
 
 NUM_ROWS, VOCAB_SIZE = 7, 1024
 KEY = jax.random.key(3)

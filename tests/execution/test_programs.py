@@ -29,7 +29,7 @@ from jpaged.scheduling.request import Request
 from jpaged.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 from jpaged.startup.memory_plan import measured_program_bytes
 from pallas_kernels.paged_attention import NO_WINDOW
-from tests.engine.large_models import num_donated
+from tests.execution.large_models import num_donated
 from tests.random_llama import save_random_llama
 
 pytestmark = pytest.mark.smoke

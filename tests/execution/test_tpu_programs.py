@@ -10,7 +10,7 @@ from jpaged.execution.slot_state import SlotState
 from jpaged.models.config import ModelConfig
 from pallas_kernels.paged_attention import MosaicPagedAttention
 from pallas_kernels.paged_attention.mosaic_sizes import chip_sizes
-from tests.engine.large_models import (
+from tests.execution.large_models import (
     DONATED,
     LLAMA_3_8B,
     LLAMA_3_70B,

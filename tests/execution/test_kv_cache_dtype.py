@@ -13,7 +13,7 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.startup.memory_plan import fit_pool
 from pallas_kernels.paged_attention import TritonPagedAttention
 from tests.demo_engine import DEMO_OPTIONS
-from tests.engine.prompts import DEMO_PROMPTS
+from tests.demo_prompts import DEMO_PROMPTS
 from tests.random_llama import save_random_llama
 
 

@@ -5,7 +5,7 @@ import pytest
 from jpaged.execution.slot_state import SlotState
 from pallas_kernels.paged_attention import TritonPagedAttention
 from pallas_kernels.paged_attention.interleaved_pool import DEFAULT_BLOCK_SIZE
-from tests.engine.large_models import DONATED, LLAMA_3_8B, Step, check_collectives, num_donated
+from tests.execution.large_models import DONATED, LLAMA_3_8B, Step, check_collectives, num_donated
 from tests.kernels.gpu_compiler import compile_lowered, lower_for, mesh_of, needs_cuda_plugin
 
 pytestmark = [needs_cuda_plugin, pytest.mark.slow]
