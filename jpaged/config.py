@@ -58,6 +58,9 @@ class EngineConfig:
         "type of the KV cache; auto: that of the activations. The others hold 2 to 4 times as many "
         "tokens, and change answers a little",
     )
+    tensor_parallel_size: int = option(
+        1, "devices over which the model and the KV cache are split, each with some of the heads"
+    )
     max_model_len: int | None = option(
         None, "most tokens of prompt and answer together (default: what the model was trained for)"
     )
@@ -88,7 +91,8 @@ class EngineConfig:
         "memory of a CPU is the container's",
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "size of the KV cache in bytes, instead of computing it from the free memory"
+        None,
+        "bytes of the KV cache on each device, instead of computing them from the free memory",
     )
     num_gpu_blocks_override: int | None = option(
         None, "number of usable KV blocks, instead of computing it from the free memory"
@@ -152,6 +156,7 @@ class EngineConfig:
 
 
 _POSITIVE = (
+    "tensor_parallel_size",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

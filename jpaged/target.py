@@ -24,7 +24,9 @@ class Target:
         reserved of it. None on a CPU, whose memory is that of the host.
     compute_capability: of an NVIDIA card, for example (8, 0); None for anything else.
     mesh_shape: number of devices along the axes ("dp", "tp"), data and tensor parallelism.
-    devices: `jax.Device`s in the order of the mesh; none if the hardware is only described.
+    devices: `jax.Device`s in the order of the mesh.
+    is_described: the hardware is somewhere else. Then `devices` may be those of a topology, for
+        which programs can be compiled.
     """
 
     platform: str
@@ -33,6 +35,7 @@ class Target:
     compute_capability: tuple[int, int] | None = None
     mesh_shape: tuple[int, int] = (1, 1)
     devices: tuple[Any, ...] = ()
+    is_described: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -44,6 +47,8 @@ class Target:
 
     def bytes_in_use(self) -> int:
         """Memory of the fullest device that is taken already."""
+        if self.is_described:
+            return 0
         return max((_memory_stats(each).get("bytes_in_use", 0) for each in self.devices), default=0)
 
 
@@ -55,8 +60,9 @@ def detect_target(num_devices: int = 1) -> Target:
     devices = _local_devices()
     if num_devices > len(devices):
         raise ConfigError(
-            f"{num_devices} devices are needed, but JAX finds {len(devices)} "
-            f"({devices[0].device_kind}): choose at most {len(devices)}."
+            f"tensor_parallel_size is {num_devices}, but JAX finds only {len(devices)} of its "
+            f"devices ({devices[0].device_kind}): choose at most {len(devices)}.",
+            option="tensor_parallel_size",
         )
     first = devices[0]
     return Target(
@@ -142,6 +148,7 @@ def described_target(description: str) -> Target:
         memory_bytes=kind.memory_bytes,
         compute_capability=kind.compute_capability,
         mesh_shape=(1, num_devices),
+        is_described=True,
     )
 
 

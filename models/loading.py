@@ -50,7 +50,9 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        return sum(math.prod(param.shape) * param.dtype.itemsize for param in self.params)
+        return sum(
+            math.prod(_shape_on_device(param)) * param.dtype.itemsize for param in self.params
+        )
 
 
 def abstract_model(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> Model:
@@ -82,6 +84,10 @@ def load_model(model: Model, source: TensorSource, *, progress: Progress) -> Mod
         progress=progress,
     )
     return replace(model, params=tuple(weights[path] for path in paths))
+
+
+def _shape_on_device(param: Any) -> tuple[int, ...]:
+    return param.sharding.shard_shape(param.shape) if param.sharding else param.shape
 
 
 def _paths(state: Any) -> list[str]:

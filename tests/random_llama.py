@@ -43,8 +43,9 @@ def save_random_llama(folder: Path, **config) -> Path:
     tensors = {
         "model.embed_tokens.weight": matrix(values["vocab_size"], hidden),
         "model.norm.weight": np.ones(hidden, np.float32),
-        "lm_head.weight": matrix(values["vocab_size"], hidden),
     }
+    if not values["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = matrix(values["vocab_size"], hidden)
     for layer in range(values["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         tensors |= {

@@ -22,7 +22,7 @@ from jpaged.bench.kernels.reference import WrongAnswer, checked_seconds, referen
 from jpaged.bench.kernels.timing import Ceilings, measure_ceilings
 from jpaged.bench.kernels.tuning import tune_kernels
 from jpaged.execution.attention_choice import read_tuning_file
-from jpaged.startup.load_engine import compute_dtype, kv_cache_dtype
+from jpaged.startup.engine_plan import compute_dtype, kv_cache_dtype
 from jpaged.target import detect_target
 from pallas_kernels.paged_attention.tuning import SHIPPED_FILE
 from pallas_kernels.testing import TOLERANCES

@@ -1,6 +1,6 @@
 """Chooses the implementation of paged attention for a device, and its tile sizes."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -8,10 +8,13 @@ import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.execution.device_mesh import device_mesh
+from jpaged.models.sharding import TENSOR_AXIS
 from jpaged.target import Target
 from pallas_kernels.paged_attention import (
     MosaicPagedAttention,
     PagedAttention,
+    ShardedPagedAttention,
     TritonPagedAttention,
     XlaPagedAttention,
 )
@@ -49,16 +52,31 @@ def choose_attention(
     name = config.attention_backend
     if name == "auto":
         name = PLATFORM_BACKENDS.get(target.platform, "xla")
+    model = _heads_of_a_device(model, target)
     attention = make_backend(name, model, target, interpret=target.is_cpu)
     block_size = choose_block_size(config, attention, model, kv_dtype)
     reason = reason_against(attention, target, kv_dtype, block_size)
     if reason is None:
         path = _tuning_file(config, attention)
-        return with_measured_sizes(attention, path, model, target, kv_dtype, block_size)
+        attention = with_measured_sizes(attention, path, model, target, kv_dtype, block_size)
+        mesh = device_mesh(target)
+        return attention if mesh is None else ShardedPagedAttention(attention, mesh, TENSOR_AXIS)
     message = f"attention_backend {config.attention_backend!r} means {name!r} here, but {reason}."
     if name != "xla":
         message += " Set attention_backend to 'xla', which is slower but can do it."
     raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def _heads_of_a_device(model: AttentionHeads, target: Target) -> AttentionHeads:
+    num_devices = target.num_devices
+    return _Heads(model.num_heads // num_devices, model.num_kv_heads // num_devices, model.head_dim)
 
 
 def make_backend(

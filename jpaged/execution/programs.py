@@ -13,18 +13,21 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
 from jpaged.execution.buckets import row_buckets, smallest_bucket, token_buckets
+from jpaged.execution.device_mesh import whole_on
 from jpaged.execution.kv_cache import KVCacheSpec
-from jpaged.execution.sampler import sample
+from jpaged.execution.sampler import VocabularyParts, sample
 from jpaged.execution.slot_state import SlotColumn, SlotShape, SlotState
 from jpaged.execution.step_inputs import ForwardShape, Outputs, sampling_input, unpack_forward
 from jpaged.models.loading import Model
+from jpaged.models.sharding import TENSOR_AXIS
 from jpaged.target import Target
 from pallas_kernels.paged_attention import PagedAttention, kv_slots
 
@@ -34,6 +37,7 @@ MAX_EARLY_WRITES = 4096  # changes of the state that one launch makes ahead of a
 SWAP_CHUNKS = (16, 4, 1)  # blocks that move at once to or from host memory
 
 CompileProgram = Callable[[Lowered], Compiled]
+_Tree = TypeVar("_Tree")
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ class ProgramSpec:
     num_slots: most requests that run at once. num_table_blocks: blocks of the longest sequence.
     num_swap_blocks: blocks that host memory takes of preempted requests.
     bucket_growth: how many times larger each size of a program is than the one before.
+    mesh: of several devices, over which the model's parameters and the KV cache are split.
     """
 
     target: Target
@@ -57,6 +62,16 @@ class ProgramSpec:
     seed: int
     num_swap_blocks: int = 0
     bucket_growth: int = 2
+    mesh: Mesh | None = None
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """Sharding of what every device has all of: the state and a step's inputs and outputs."""
+        return whole_on(self.mesh)
+
+    @property
+    def vocabulary_parts(self) -> VocabularyParts | None:
+        return None if self.mesh is None else VocabularyParts(self.mesh, TENSOR_AXIS)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
@@ -132,11 +147,15 @@ def forward_program(spec: ProgramSpec, shape: ForwardShape) -> Callable[..., Any
 
 
 def lower_forward(spec: ProgramSpec, shape: ForwardShape) -> Lowered:
-    return jax.jit(forward_program(spec, shape), donate_argnames=("pools", "state")).lower(
+    return jax.jit(
+        forward_program(spec, shape),
+        donate_argnames=("pools", "state"),
+        out_shardings=(spec.whole, spec.kv_cache.sharding, spec.whole),
+    ).lower(
         _abstract(spec.model.params),
         spec.kv_cache.abstract(),
-        spec.slot_shape.abstract(),
-        _int32(shape.packed_size),
+        _on_all(spec, spec.slot_shape.abstract()),
+        _int32(spec, shape.packed_size),
     )
 
 
@@ -147,21 +166,22 @@ def lower_sample(spec: ProgramSpec, num_rows: int) -> Lowered:
         outputs = outputs.first(num_rows)
         inputs = sampling_input(outputs, state)
         logits = spec.model.merge(params).logits(outputs.hidden)
-        key = jax.random.key(spec.seed)
-        samples = sample(logits, inputs, key, unroll=not spec.target.is_cpu)
+        key, unroll = jax.random.key(spec.seed), not spec.target.is_cpu
+        samples = sample(logits, inputs, key, unroll=unroll, parts=spec.vocabulary_parts)
         return samples, state.with_column(SlotColumn.LAST_TOKEN, inputs.slots, samples.tokens)
 
-    return jax.jit(sample_rows, donate_argnames="state").lower(
+    outputs = Outputs.abstract(spec.num_slots, spec.model.config.hidden_size, spec.model.dtype)
+    return jax.jit(sample_rows, donate_argnames="state", out_shardings=spec.whole).lower(
         _abstract(spec.model.params),
-        Outputs.abstract(spec.num_slots, spec.model.config.hidden_size, spec.model.dtype),
-        spec.slot_shape.abstract(),
+        _on_all(spec, outputs),
+        _on_all(spec, spec.slot_shape.abstract()),
     )
 
 
 def lower_write(spec: ProgramSpec) -> Lowered:
     """(state, writes) -> state"""
-    return jax.jit(SlotState.write, donate_argnums=0).lower(
-        spec.slot_shape.abstract(), _int32(2, spec.num_early_writes)
+    return jax.jit(SlotState.write, donate_argnums=0, out_shardings=spec.whole).lower(
+        _on_all(spec, spec.slot_shape.abstract()), _int32(spec, 2, spec.num_early_writes)
     )
 
 
@@ -171,8 +191,8 @@ def lower_copy(spec: ProgramSpec, num_blocks: int) -> Lowered:
     def copy(pools, blocks):
         return tuple(spec.attention.copy_blocks(pool, *blocks) for pool in pools)
 
-    return jax.jit(copy, donate_argnames="pools").lower(
-        spec.kv_cache.abstract(), _int32(2, num_blocks)
+    return jax.jit(copy, donate_argnames="pools", out_shardings=spec.kv_cache.sharding).lower(
+        spec.kv_cache.abstract(), _int32(spec, 2, num_blocks)
     )
 
 
@@ -182,7 +202,9 @@ def lower_swap_out(spec: ProgramSpec, num_blocks: int) -> Lowered:
     def swap_out(pools, blocks):
         return jnp.stack([spec.attention.gather_blocks(pool, blocks) for pool in pools])
 
-    return jax.jit(swap_out).lower(spec.kv_cache.abstract(), _int32(num_blocks))
+    return jax.jit(swap_out, out_shardings=_stacked(spec.kv_cache.sharding)).lower(
+        spec.kv_cache.abstract(), _int32(spec, num_blocks)
+    )
 
 
 def lower_swap_in(spec: ProgramSpec, num_blocks: int) -> Lowered:
@@ -194,11 +216,15 @@ def lower_swap_in(spec: ProgramSpec, num_blocks: int) -> Lowered:
             for pool, values in zip(pools, content, strict=True)
         )
 
-    pools = spec.kv_cache.abstract()
+    cache = spec.kv_cache
     content = jax.ShapeDtypeStruct(
-        (len(pools), num_blocks, *spec.kv_cache.layer_shape[1:]), spec.kv_cache.dtype
+        (cache.num_layers, num_blocks, *cache.layer_shape[1:]),
+        cache.dtype,
+        sharding=_stacked(cache.sharding),
     )
-    return jax.jit(swap_in, donate_argnames="pools").lower(pools, _int32(num_blocks), content)
+    return jax.jit(swap_in, donate_argnames="pools", out_shardings=cache.sharding).lower(
+        cache.abstract(), _int32(spec, num_blocks), content
+    )
 
 
 @dataclass(frozen=True)
@@ -279,9 +305,29 @@ def _results(futures: _Started) -> dict[Any, Compiled]:
     return {key: future.result() for key, future in futures.items()}
 
 
-def _abstract(arrays: Iterable[jax.Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
+def _abstract(arrays: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of arrays; on a mesh, also how they are split."""
+    return tuple(
+        jax.ShapeDtypeStruct(
+            each.shape,
+            each.dtype,
+            sharding=each.sharding if isinstance(each.sharding, NamedSharding) else None,
+        )
+        for each in arrays
+    )
 
 
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _on_all(spec: ProgramSpec, tree: _Tree) -> _Tree:
+    """The same shapes, of arrays that every device has all of."""
+    return jax.tree.map(
+        lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=spec.whole), tree
+    )
+
+
+def _int32(spec: ProgramSpec, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spec.whole)
+
+
+def _stacked(sharding: NamedSharding | None) -> NamedSharding | None:
+    """The sharding of such arrays behind an axis of their own."""
+    return sharding and NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))

@@ -93,7 +93,7 @@ class Runner:
         self.block_mover = BlockMover(programs, num_pool_blocks=spec.kv_cache.layer_shape[0])
         self._params = spec.model.params
         self._pools = spec.kv_cache.allocate()
-        self._state = SlotState.zeros(spec.slot_shape)
+        self._state = SlotState.zeros(spec.slot_shape, spec.whole)
         self._mirror = SlotMirror(spec.slot_shape, block_size=spec.kv_cache.block_size)
 
     def pack(self, batch: ScheduledBatch) -> PackedStep:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
 
@@ -84,11 +85,14 @@ class SlotState(NamedTuple):
     block_tables: Int[Array, "R M"]
 
     @classmethod
-    def zeros(cls, shape: SlotShape) -> Self:
+    def zeros(cls, shape: SlotShape, sharding: NamedSharding | None = None) -> Self:
         """Make the state of an engine in which nothing has run."""
+        columns = (shape.num_slots, len(SlotColumn))
         return cls(
-            columns=jnp.zeros((shape.num_slots, len(SlotColumn)), jnp.int32),
-            block_tables=jnp.zeros((shape.num_slots, shape.num_table_blocks), jnp.int32),
+            columns=jnp.zeros(columns, jnp.int32, device=sharding),
+            block_tables=jnp.zeros(
+                (shape.num_slots, shape.num_table_blocks), jnp.int32, device=sharding
+            ),
         )
 
     def write(self, writes: Int[Array, "2 W"]) -> "SlotState":

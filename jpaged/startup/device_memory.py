@@ -37,13 +37,16 @@ def reserve_gpu_memory(utilization: float) -> None:
 
 
 def device_memory(target: Target, utilization: float) -> DeviceMemory:
-    """Memory of one device; of a CPU, what this process may use of the machine's."""
+    """Memory of one device; of a CPU, its share of what this process may use of the machine's."""
     limit, taken = target.memory_bytes, target.bytes_in_use()
     if limit is None:
-        return DeviceMemory(host_memory_limit(), utilization, CPU_PROCESS_BYTES, "host memory")
+        limit, taken = (
+            value // target.num_devices for value in (host_memory_limit(), CPU_PROCESS_BYTES)
+        )
+        return DeviceMemory(limit, utilization, taken, "host memory")
     if target.platform != "gpu":
         return DeviceMemory(limit, utilization, taken, "device memory")
-    if target.devices:
+    if not target.is_described:
         return DeviceMemory(limit, _share_of_reserved(utilization), taken, "reserved by XLA")
     return DeviceMemory(limit, utilization * SHARE_OF_RESERVED, taken, "device memory")
 

@@ -4,23 +4,21 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from jpaged.config import NO_GENERATION_CONFIG, EngineConfig
 from jpaged.engine import Engine
-from jpaged.execution.attention_choice import choose_attention
 from jpaged.execution.kv_scales import with_kv_scales
 from jpaged.execution.programs import compile_programs
 from jpaged.execution.runner import Runner
 from jpaged.inputs import InputProcessor
 from jpaged.metrics import Metrics
-from jpaged.models.loading import abstract_model, load_model
+from jpaged.models.loading import load_model
 from jpaged.models.sharding import split_config
 from jpaged.models.tied_head import with_stored_head
 from jpaged.progress import Progress
-from jpaged.startup.device_memory import device_memory, reserve_gpu_memory
+from jpaged.startup.device_memory import reserve_gpu_memory
+from jpaged.startup.engine_plan import plan_engine
 from jpaged.startup.generation import answer_end_ids, sampling_defaults
-from jpaged.startup.memory_plan import plan_memory, wanted_model_len
+from jpaged.startup.memory_plan import wanted_model_len
 from jpaged.startup.model_files import (
     load_generation_config,
     load_model_config,
@@ -29,9 +27,8 @@ from jpaged.startup.model_files import (
     resolve_model,
 )
 from jpaged.startup.program_cache import ProgramCache
-from jpaged.startup.step_limits import step_limits
 from jpaged.startup.unused_accelerator import unused_accelerator
-from jpaged.target import Target, detect_target
+from jpaged.target import detect_target
 from jpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +58,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     files = resolve_model(config.model)
     model_config = load_model_config(files)
     model_name = config.served_model_name or files.name
-    max_model_len = wanted_model_len(config, model_config)
+    wanted_model_len(config, model_config)  # refuses what the model cannot do
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files)
     generation = load_generation_config(files, config.generation_config)
     end_ids = answer_end_ids(model_config, generation, tokenizer)
@@ -69,53 +66,29 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         generation, is_used=config.generation_config != NO_GENERATION_CONFIG
     )
     reserve_gpu_memory(config.gpu_memory_utilization)
-    target = detect_target()
+    target = detect_target(config.tensor_parallel_size)
     if message := unused_accelerator(target):
         logger.warning("%s", message)
     cache = ProgramCache.open(config.compilation_cache_dir, target)
-    dtype = compute_dtype(config, target)
-    kv_dtype = kv_cache_dtype(config, dtype)
-    attention = choose_attention(config, model_config, kv_dtype, target)
+    split_config(model_config, target.num_devices)  # refuses what cannot be split
     source = open_weights(files)
-    split = split_config(with_stored_head(model_config, source), target.mesh_shape[1])
-    model = abstract_model(split, dtype)
-    spec, max_model_len = plan_memory(
-        config,
-        target,
-        model,
-        attention,
-        step_limits(config, target.platform),
-        device_memory(target, config.gpu_memory_utilization),
-        compile_program=cache.compile,
-        kv_dtype=kv_dtype,
-        max_model_len=max_model_len,
-    )
-    model = load_model(model, source, progress=progress)
-    spec = replace(spec, model=with_kv_scales(model, kv_dtype))
+    model_config = with_stored_head(model_config, source)
+    plan = plan_engine(config, model_config, target, compile_program=cache.compile)
+    model = load_model(plan.spec.model, source, progress=progress)
+    spec = replace(plan.spec, model=with_kv_scales(model, plan.kv_dtype))
     with progress.bar(spec.num_programs, "compiling", unit="") as advance:
         programs = compile_programs(spec, cache.compile, advance=advance)
     inputs = InputProcessor(
         tokenizer,
         vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         eos_token_ids=end_ids,
     )
     engine = Engine(
         Runner(spec, programs),
-        Metrics(model_name=model_name, max_model_len=max_model_len),
+        Metrics(model_name=model_name, max_model_len=plan.max_model_len),
         enable_prefix_caching=config.enable_prefix_caching,
         preemption_mode=config.preemption_mode,
         check_invariants=config.check_invariants,
     )
-    return LoadedEngine(engine, inputs, model_name, tokenizer, max_model_len, defaults)
-
-
-def compute_dtype(config: EngineConfig, target: Target) -> jnp.dtype:
-    """XLA's bfloat16 matmuls are many times slower than float32 ones on CPUs."""
-    if config.dtype == "auto":
-        return jnp.dtype("float32" if target.is_cpu else "bfloat16")
-    return jnp.dtype(config.dtype)
-
-
-def kv_cache_dtype(config: EngineConfig, compute: jnp.dtype) -> jnp.dtype:
-    return compute if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+    return LoadedEngine(engine, inputs, model_name, tokenizer, plan.max_model_len, defaults)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jpaged.config import GIB, EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.execution.attention_choice import choose_block_size
+from jpaged.execution.device_mesh import device_mesh
 from jpaged.execution.kv_cache import KVCacheSpec, kv_cache_spec
 from jpaged.execution.programs import (
     CompileProgram,
@@ -89,6 +90,7 @@ def plan_memory(
         num_table_blocks=-(-max_model_len // block_size),
         seed=config.seed,
         bucket_growth=config.bucket_growth,
+        mesh=device_mesh(target),
     )
     must_measure = _must_measure(config, target)
     programs = measured_program_bytes(spec, compile_program) if must_measure else 0
@@ -101,7 +103,7 @@ def plan_memory(
         kv_cache=make_kv_cache(num_blocks=num_blocks),
         num_table_blocks=-(-max_model_len // block_size),
         num_swap_blocks=choose_num_swap_blocks(
-            config, target, block_bytes=spec.kv_cache.block_bytes
+            config, target, block_bytes=spec.kv_cache.host_block_bytes
         ),
     )
     return spec, max_model_len
@@ -138,7 +140,7 @@ def choose_num_blocks(config: EngineConfig, budget: MemoryBudget, spec: ProgramS
         num_bytes, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
         _check_given(budget, source, num_bytes, num_bytes)
     elif spec.target.is_cpu:
-        num_bytes = min(num_bytes, CPU_KV_CACHE_BYTES)
+        num_bytes = min(num_bytes, CPU_KV_CACHE_BYTES // spec.target.num_devices)
     # One more block is the sink of padding.
     num_blocks = num_bytes // block_bytes - 1
     if num_blocks < 1:

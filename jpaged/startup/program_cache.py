@@ -20,6 +20,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.stages import Compiled, Lowered
 
 from jpaged.errors import ConfigError
+from jpaged.execution.compiler_options import compiler_options
 from jpaged.startup.cache_folder import user_cache_folder
 from jpaged.startup.interruption import cleaned_up
 from jpaged.target import Target
@@ -38,6 +39,7 @@ class ProgramCache:
         self._folder = folder
         self._devices = target.devices
         self._machine = _machine(target)
+        self._options = compiler_options(target)
         self._is_writable = folder is not None
 
     @classmethod
@@ -66,11 +68,11 @@ class ProgramCache:
         text = lowered.as_text()
         # Programs that call back into Python hold addresses of this process.
         if self._folder is None or "python" in text and "callback" in text:
-            return lowered.compile()
+            return lowered.compile(compiler_options=self._options)
         path = self._folder / (_key(text, _signature(lowered), self._machine) + SUFFIX)
         compiled = _load(path, lowered, self._devices)
         if compiled is None:
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=self._options)
             self._keep(path, compiled)
         return compiled
 
@@ -113,6 +115,7 @@ def _machine(target: Target) -> str:
     """What the compiler knows of the devices; of a CPU, its instructions and its cores."""
     parts = [target.platform, target.device_kind, str(target.mesh_shape)]
     parts += [device.client.platform_version for device in target.devices[:1]]
+    parts += [f"{name}={value}" for name, value in compiler_options(target).items()]
     if target.is_cpu:
         parts += [str(os.cpu_count()), *_cpu_features()]
     return "\0".join(parts)

@@ -25,6 +25,7 @@ ENGINE_OPTIONS: list[tuple[str, list[str], Any]] = [
     ("generation_config", ["--generation-config", "vllm"], "vllm"),
     ("dtype", ["--dtype", "bfloat16"], "bfloat16"),
     ("kv_cache_dtype", ["--kv-cache-dtype", "int8"], "int8"),
+    ("tensor_parallel_size", ["--tensor-parallel-size", "2"], 2),
     ("max_model_len", ["--max-model-len", "4K"], 4096),
     ("block_size", ["--block-size=32"], 32),
     ("max_num_seqs", ["--max-num-seqs", "7"], 7),

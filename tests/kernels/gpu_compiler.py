@@ -133,14 +133,12 @@ def lower_for(mesh: Mesh, function: Callable, *arguments: Any, **jit_options: An
         return traced.lower(lowering_platforms=("cuda",))
 
 
-def compile_lowered(lowered: Lowered, folder: Path) -> GpuProgram:
+def compile_lowered(lowered: Lowered, folder: Path, **more_options: str | bool) -> GpuProgram:
     """Fails if a kernel keeps values in memory because the registers do not suffice."""
     options = {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_as_text": True,
         "xla_dump_emitter_re": "ptx",
         "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
-        # By default steps of several cards are cut into graphs at every collective.
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES",
     }
-    return GpuProgram(lowered.compile(compiler_options=options), folder)
+    return GpuProgram(lowered.compile(compiler_options=options | more_options), folder)

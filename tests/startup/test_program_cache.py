@@ -33,7 +33,9 @@ def num_compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     compiled = []
     compile_really = Lowered.compile
     monkeypatch.setattr(
-        Lowered, "compile", lambda self: compiled.append(self) or compile_really(self)
+        Lowered,
+        "compile",
+        lambda self, **options: compiled.append(self) or compile_really(self, **options),
     )
     return lambda: len(compiled)
 

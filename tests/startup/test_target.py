@@ -67,7 +67,9 @@ def test_real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.devices == tuple(nvidia[:2]) and target.mesh_shape == (1, 2)
     assert target.compute_capability == (9, 0) and target.memory_bytes == 60 * GIB
     assert target.bytes_in_use() == GIB, "of the fullest one"
-    with pytest.raises(ConfigError, match=r"4 devices are needed, but JAX finds 3 \(NVIDIA H200\)"):
+    with pytest.raises(
+        ConfigError, match=r"is 4, but JAX finds only 3 of its devices \(NVIDIA H200\)"
+    ):
         detect_target(4)
     monkeypatch.setattr(jax, "local_devices", lambda: [device("AMD MI300X", "gfx942", 0)])
     assert detect_target().compute_capability is None
