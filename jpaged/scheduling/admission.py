@@ -63,8 +63,14 @@ class Admission:
         return None
 
     def _next(self) -> Request | None:
-        """The first in the queue, or the first behind a search that has to wait for room."""
+        """The first in the queue, or the first behind a search that has to wait for room.
+
+        A beam that the only search which runs waits for comes first: nothing else would end that
+        search, whose place requests that arrived before it may need.
+        """
         waiting = self._holdings.waiting
+        if (awaited := self._holdings.awaited()) is not None:
+            return awaited
         if not waiting or not self._lacks_room_for_all(waiting.first):
             return waiting.first if waiting else None
         search = waiting.first.group
@@ -123,7 +129,7 @@ class Admission:
     def _start(self, request: Request, match: PrefixMatch, batch: ScheduledBatch) -> None:
         """Run a request on blocks that hold its beginning already, and on new ones."""
         holdings = self._holdings
-        if request is not holdings.waiting.first:
+        if request is not holdings.waiting.first and not request.policy.waits_for_siblings:
             self._num_overtaking += 1
         holdings.waiting.remove(request)
         holdings.run(request)

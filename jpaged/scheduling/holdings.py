@@ -69,6 +69,13 @@ class Holdings:
         """Whether all that run are siblings that cannot go on without this request."""
         return request.policy.waits_for_siblings and bool(self.running) and self.is_alone(request)
 
+    def awaited(self) -> Request | None:
+        """The first waiting beam of the only search that runs, which cannot go on without it."""
+        if not self.running or not self.is_awaited(self.running[0]):
+            return None
+        siblings = self.running[0].siblings
+        return next((each for each in siblings if each.status is RequestStatus.WAITING), None)
+
     def end_without_room(self, request: Request, batch: ScheduledBatch) -> None:
         """End a request of which the whole pool cannot hold any more.
 

@@ -44,7 +44,10 @@ class Preemption:
         come back.
         """
         holdings = self._holdings
-        while holdings.waiting and (swapped := holdings.waiting.first.swapped) is not None:
+        while holdings.waiting:
+            swapped = (holdings.awaited() or holdings.waiting.first).swapped
+            if swapped is None:
+                break
             siblings = list(swapped.tables)  # in the order of the queue
             if holdings.running and not holdings.is_awaited(siblings[0]):
                 if not self._all_fit(swapped):

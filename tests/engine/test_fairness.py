@@ -253,3 +253,31 @@ def test_a_search_does_not_overtake_another():
     run(engine)
     first, second = (each.output().timing.first_scheduled for each in searches)
     assert first < second
+
+
+@pytest.mark.parametrize("budget,num_prompt_logprobs", [(6, None), (19, 2)])
+def test_beams_of_a_begun_search_do_not_wait_for_an_older_request(budget, num_prompt_logprobs):
+    """Forks took the slots of two beams, and were swapped out while the prompt was computed.
+
+    They are older than the search, so first in the queue, and wait for the blocks of its beam.
+    """
+    runner = ScriptedRunner(
+        num_blocks=8, block_size=4, num_slots=5, max_num_tokens=budget, num_swap=100
+    )
+    engine = make_engine(runner, mode="swap")
+    older = added(engine, [0], sampling(7, n=2, temperature=1.0))
+    engine.step()
+    params = BeamSearchParams(beam_width=3, max_tokens=2, prompt_logprobs=num_prompt_logprobs)
+    search = added(engine, PROMPT[1:7], params)
+    engine.step()
+    for index in range(2):
+        engine.fork(older, index, seed=index)
+    most_swapped = 0
+    while engine.has_unfinished:
+        engine.step()
+        most_swapped = max(most_swapped, engine.core.scheduler.num_swapped)
+    assert most_swapped == 4
+    assert search.output().timing.finished < older.output().timing.finished
+    answers = [(each.token_ids, each.score) for each in search.output().outputs]
+    assert answers == expected_beams(PROMPT[1:7], params)
+    assert [len(each.token_ids) for each in older.output().outputs] == [7] * 4
