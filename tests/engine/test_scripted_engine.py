@@ -8,6 +8,7 @@ from jpaged.generation import Generation
 from jpaged.inline_engine import InlineEngine
 from jpaged.sampling_params import SamplingParams
 from tests.engine.scripted_runner import VOCAB_SIZE, ScriptedRunner, scores
+from tests.engine.test_containment import metric
 from tests.engine.test_engine_machine import EOS, expected_answer, make_engine
 
 PROMPT = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1]
@@ -103,6 +104,8 @@ def test_nothing_comes_after_the_end():
     assert any(generation.output().outputs[0].token_ids[-1] == EOS for generation in generations)
     for generation, prompt in zip(generations, prompts, strict=True):
         assert_answered(generation, prompt)
+    num_tokens = sum(len(generation.output().outputs[0].token_ids) for generation in generations)
+    assert metric(engine.core, "generation_tokens_total") == num_tokens
 
 
 def test_answers_to_one_prompt_differ():
