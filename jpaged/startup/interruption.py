@@ -69,7 +69,8 @@ def end_process(signal_number: int, *, sigterm_code: int = TERMINATED) -> None:
 def cleaned_up(make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T]:
     """Make something for the context; remove it at its end, or when the process ends before.
 
-    `remove` may be called twice, by two threads, and must not raise.
+    `remove` may be called twice, by two threads. If it raises, it is called again at the end of the
+    process.
     """
     with _not_interrupted():
         made = make()
@@ -78,9 +79,10 @@ def cleaned_up(make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T
     try:
         yield made
     finally:
+        cleanup()
+        # Not before it is removed, as the process may end in between.
         with _not_interrupted():
             _cleanups.remove(cleanup)
-        cleanup()
 
 
 @contextlib.contextmanager
@@ -101,6 +103,14 @@ def _not_interrupted() -> Iterator[None]:
 
 
 @atexit.register
+def _clean_up_at_exit() -> None:
+    """Run the clean-ups at a normal end, which daemon threads do not stop for."""
+    _making.acquire()
+    _clean_up()
+
+
 def _clean_up() -> None:
     for cleanup in reversed(_cleanups.copy()):
-        cleanup()
+        # Whatever is wrong with one of them, the others are called, and the process ends.
+        with contextlib.suppress(Exception):
+            cleanup()

@@ -1,6 +1,8 @@
-"""What a start has made when a signal ends it, at the moments that a real signal rarely meets."""
+"""What a start has made when the process ends, at the moments that a real signal rarely meets.
 
-import signal
+Each script makes the file that it is given, and ends.
+"""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -45,14 +47,107 @@ with cleaned_up(lambda: None, lambda _: time.sleep(1)):  # so that the clean-ups
     is_making.wait()
     end_process(signal.SIGTERM)
 """
+AFTER_AN_ERROR = """
+import signal, sys, threading, time
+from pathlib import Path
+from jpaged.startup.interruption import cleaned_up, end_process
+
+path = Path(sys.argv[1])
+is_removing = threading.Event()
+
+def make():
+    path.touch()
+    return path
+
+def remove(path):
+    if threading.current_thread() is not threading.main_thread():
+        is_removing.set()
+        time.sleep(60)
+    path.unlink()
+
+def fail():
+    with cleaned_up(make, remove):
+        raise OSError("No space left on device")
+
+threading.Thread(target=fail, daemon=True).start()
+is_removing.wait()
+end_process(signal.SIGTERM)
+"""
+AFTER_A_CLEANUP_THAT_FAILS = """
+import signal, sys, threading
+from pathlib import Path
+from jpaged.startup.interruption import cleaned_up, end_process
+
+path = Path(sys.argv[1])
+is_made = threading.Event()
+
+def make():
+    path.touch()
+    return path
+
+def fail(_):
+    raise OSError("Input/output error")
+
+def keep():
+    with cleaned_up(make, Path.unlink), cleaned_up(lambda: None, fail):
+        is_made.set()
+        threading.Event().wait()
+
+threading.Thread(target=keep, daemon=True).start()
+is_made.wait()
+end_process(signal.SIGTERM)
+"""
+# The process ends by itself, and gives its threads another second.
+BEHIND_THE_END = """
+import atexit, sys, threading, time
+from pathlib import Path
+atexit.register(time.sleep, 1)  # called after the clean-ups
+from jpaged.startup.interruption import cleaned_up
+
+path = Path(sys.argv[1])
+is_making = threading.Event()
+
+def make():
+    is_making.set()
+    time.sleep(0.2)
+    path.touch()
+    return path
+
+def keep(seconds):
+    time.sleep(seconds)
+    with cleaned_up(make, Path.unlink):
+        threading.Event().wait()
+
+for seconds in (0, 0.5):  # begins before the clean-ups, and behind them
+    threading.Thread(target=keep, args=[seconds], daemon=True).start()
+is_making.wait()
+"""
 
 
-@pytest.mark.parametrize("script", [IN_MAIN_THREAD, IN_ANOTHER_THREAD])
-def test_what_is_made_while_a_signal_comes(tmp_path: Path, script: str) -> None:
-    """It is removed, whether it was finished before the clean-ups began or not."""
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (IN_MAIN_THREAD, 143),
+        (IN_ANOTHER_THREAD, 143),
+        (AFTER_AN_ERROR, 143),
+        (AFTER_A_CLEANUP_THAT_FAILS, 143),
+        (BEHIND_THE_END, 0),
+    ],
+    ids=[
+        "made by main thread",
+        "made by another thread",
+        "error",
+        "failing clean-up",
+        "end without signal",
+    ],
+)
+def test_what_is_made_while_the_process_ends(tmp_path: Path, script: str, code: int) -> None:
+    """O-87: it is removed, whether it was finished before the clean-ups began or not."""
     process = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "made.part")], capture_output=True, text=True
+        [sys.executable, "-c", script, str(tmp_path / "made.part")],
+        capture_output=True,
+        text=True,
     )
-    assert process.returncode == 128 + signal.SIGTERM, process.stderr
+    assert process.returncode == code, process.stderr
     assert not process.stdout
     assert not (tmp_path / "made.part").exists()
