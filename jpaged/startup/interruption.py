@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 _cleanups: list[Callable[[], None]] = []
 # Held while something is made that a clean-up removes, and by the end of the process for ever.
-_making = threading.Lock()
+# Reentrant, since a second signal may interrupt the handler of the first one when that has it.
+_making = threading.RLock()
 _main_thread_is_making = False
 _postponed_end: Callable[[], None] | None = None
 

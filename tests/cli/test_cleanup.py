@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+END_TIMEOUT_S = 60
+
 IN_MAIN_THREAD = """
 import os, signal, sys
 from pathlib import Path
@@ -97,6 +99,27 @@ threading.Thread(target=keep, daemon=True).start()
 is_made.wait()
 end_process(signal.SIGTERM)
 """
+WHILE_TWO_SIGNALS_COME = """
+import os, signal, sys
+from pathlib import Path
+from jpaged.startup.interruption import cleaned_up, ended_by_signals
+
+path = Path(sys.argv[1])
+set_handler = signal.signal
+
+def interrupted(number, handler):
+    signal.signal = set_handler
+    os.kill(os.getpid(), signal.SIGTERM)
+    return set_handler(number, handler)
+
+def make():
+    path.touch()
+    return path
+
+with ended_by_signals(), cleaned_up(make, Path.unlink):
+    signal.signal = interrupted  # The handler of the first signal begins with it.
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
 # The process ends by itself, and gives its threads another second.
 BEHIND_THE_END = """
 import atexit, sys, threading, time
@@ -131,6 +154,7 @@ is_making.wait()
         (IN_ANOTHER_THREAD, 143),
         (AFTER_AN_ERROR, 143),
         (AFTER_A_CLEANUP_THAT_FAILS, 143),
+        (WHILE_TWO_SIGNALS_COME, 143),
         (BEHIND_THE_END, 0),
     ],
     ids=[
@@ -138,6 +162,7 @@ is_making.wait()
         "made by another thread",
         "error",
         "failing clean-up",
+        "two signals",
         "end without signal",
     ],
 )
@@ -147,6 +172,7 @@ def test_what_is_made_while_the_process_ends(tmp_path: Path, script: str, code: 
         [sys.executable, "-c", script, str(tmp_path / "made.part")],
         capture_output=True,
         text=True,
+        timeout=END_TIMEOUT_S,
     )
     assert process.returncode == code, process.stderr
     assert not process.stdout
