@@ -1,23 +1,34 @@
-"""Executes scheduled batches: owns the parameters, the KV pools and the compiled programs.
+"""Turns scheduled batches into calls of the devices, and reads what comes back.
 
 The host runs one step ahead of the device. Sampled tokens stay in the device's `SlotState`, where
 the next step reads them; the host reads them when it needs them.
 """
 
 import time
+import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import jax
 import numpy as np
 
-from jpaged.execution.block_mover import BlockMover
 from jpaged.execution.buckets import smallest_bucket
-from jpaged.execution.packing import PackedArrays, pack_step
-from jpaged.execution.programs import Programs, ProgramSpec
+from jpaged.execution.device_calls import (
+    DeviceCall,
+    ForgetCall,
+    StepCall,
+    SwapInCall,
+    SwapOutCall,
+    TimeSwapCall,
+)
+from jpaged.execution.executor import Executor
+from jpaged.execution.packing import pack_step
+from jpaged.execution.programs import ProgramSpec
 from jpaged.execution.sampler import Samples
 from jpaged.execution.slot_mirror import SlotMirror
-from jpaged.execution.slot_state import SlotState
-from jpaged.execution.step_inputs import ForwardShape
 from jpaged.outputs import TokenLogprobs
 from jpaged.scheduling.block_pool import SINK_BLOCK
 from jpaged.scheduling.prefill_clock import StepTrace
@@ -29,20 +40,13 @@ Scored = tuple[Request, range]  # and the positions in its prompt
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The host's part of a step.
-
-    num_sample_rows: rows of the sampling program. copies: None without any, which is no program's
-    input then.
-    """
+    """The host's part of a step. requests: those that get a token, in the order of the rows."""
 
     requests: list[Request]
     scored: list[Scored]
     num_tokens: int
     has_prefill: bool
-    shape: ForwardShape
-    num_sample_rows: int
-    arrays: PackedArrays
-    copies: np.ndarray | None
+    call: StepCall
 
 
 @dataclass(frozen=True)
@@ -84,71 +88,86 @@ class LaunchedStep:
         ]
 
 
-class Runner:
-    """Not thread-safe; steps are executed by the device in the order of their launch."""
+class SwappedContent:
+    """Blocks that the devices keep in host memory under `key` for as long as this lives."""
 
-    def __init__(self, spec: ProgramSpec, programs: Programs) -> None:
+    def __init__(self, key: int, forget: Callable[[int], None]) -> None:
+        self.key = key
+        # The collector may come at any time and in any thread.
+        weakref.finalize(self, forget, key).atexit = False
+
+
+class Runner:
+    """Not thread-safe; steps are executed by the device in the order of their launch.
+
+    send: passes each call on to other hosts, before this one carries it out.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        executor: Executor,
+        *,
+        send: Callable[[DeviceCall], None] | None = None,
+    ) -> None:
         self.spec = spec
-        self._programs = programs
-        self.block_mover = BlockMover(programs, num_pool_blocks=spec.kv_cache.layer_shape[0])
-        self._params = spec.model.params
-        self._pools = spec.kv_cache.allocate()
-        self._state = SlotState.zeros(spec.slot_shape, spec.whole)
+        self.executor = executor
+        self._send = send
         self._mirror = SlotMirror(spec.slot_shape, block_size=spec.kv_cache.block_size)
+        self._keys = count()
+        self._forgotten: deque[int] = deque()
 
     def pack(self, batch: ScheduledBatch) -> PackedStep:
         """Make the arrays that a step takes from the host."""
         shape = self.spec.forward_shape(batch.num_tokens, decode_only=not batch.prefills)
-        requests = batch.sampled
+        requests, scored = batch.sampled, [(row.request, row.scored) for row in batch.scored_rows]
         arrays = pack_step(
             batch, requests, shape, self._mirror, num_early_writes=self.spec.num_early_writes
         )
-        return PackedStep(
-            requests=requests,
-            scored=[(row.request, row.scored) for row in batch.scored_rows],
-            num_tokens=batch.num_tokens,
-            has_prefill=bool(batch.prefills),
+        num_sample_rows = 0
+        if requests or scored:
+            num_sample_rows = smallest_bucket(self.spec.row_buckets, batch.num_outputs)
+        call = StepCall(
             shape=shape,
-            num_sample_rows=smallest_bucket(self.spec.row_buckets, max(batch.num_outputs, 1)),
-            arrays=arrays,
+            forward=arrays.forward,
+            early_writes=arrays.early_writes,
             copies=self._pack_copies(batch.copies) if batch.copies else None,
+            num_sample_rows=num_sample_rows,
         )
+        return PackedStep(requests, scored, batch.num_tokens, bool(batch.prefills), call)
 
     def launch(self, step: PackedStep) -> LaunchedStep:
         """Start a step and return at once."""
         trace = StepTrace(step.num_tokens, step.has_prefill, time.perf_counter())
-        if step.copies is not None:
-            copy = self._programs.copy[step.copies.shape[1]]
-            self._pools = copy(self._pools, step.copies)
-        for writes in step.arrays.early_writes:
-            self._state = self._programs.write(self._state, writes)
-        outputs, self._pools, self._state = self._programs.forward[step.shape](
-            self._params, self._pools, self._state, step.arrays.forward
-        )
-        if not step.requests and not step.scored:
-            return LaunchedStep([], [], trace, None)
-        samples, self._state = self._programs.sample[step.num_sample_rows](
-            self._params, outputs, self._state
-        )
-        wants_logprobs = bool(step.scored) or any(
-            request.num_reported_logprobs is not None for request in step.requests
-        )
-        for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
-            values.copy_to_host_async()
+        samples: Samples | None = self._run(step.call)
+        if samples is not None:
+            wants_logprobs = bool(step.scored) or any(
+                request.num_reported_logprobs is not None for request in step.requests
+            )
+            for values in jax.tree.leaves(samples) if wants_logprobs else [samples.tokens]:
+                values.copy_to_host_async()
         return LaunchedStep(step.requests, step.scored, trace, samples)
 
     def move_blocks(self, batch: ScheduledBatch) -> None:
         """Start what the batch swaps. Comes before `launch`, whose step writes the blocks that
         went, and reads those that came."""
         for out in batch.swap_outs:
-            out.swapped.data = self.block_mover.fetch(self._pools, out.blocks)
+            key = next(self._keys)
+            self._run(SwapOutCall(key, out.blocks))
+            out.swapped.data = SwappedContent(key, self._forgotten.append)
         for back in batch.swap_ins:
-            self._pools = self.block_mover.put_back(self._pools, back.swapped.data, back.targets)
+            self._run(SwapInCall(back.swapped.data.key, back.targets))
+        if self._forgotten:
+            self._run(ForgetCall([self._forgotten.popleft() for _ in range(len(self._forgotten))]))
 
     def time_swap(self) -> float:
         """Seconds that one block takes to host memory and back."""
-        seconds, self._pools = self.block_mover.time_round_trip(self._pools)
-        return seconds
+        return self._run(TimeSwapCall())
+
+    def _run(self, call: DeviceCall) -> Any:
+        if self._send is not None:
+            self._send(call)
+        return self.executor.run(call)
 
     def _pack_copies(self, copies: list[tuple[int, int]]) -> np.ndarray:
         packed = np.full(

@@ -4,6 +4,7 @@ When blocks run out, the latest arrival is preempted whole, and computed again o
 (Kwon et al. 2023, PagedAttention, section 4.5).
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 from jpaged.scheduling.holdings import Holdings
@@ -77,7 +78,8 @@ class Preemption:
         headroom = len(holdings.running)
         if len(swapped.tables) > len(holdings.free_slots):
             return False
-        key = swapped, sum(request.num_tokens for request in swapped.tables)
+        # Weak, as the content in host memory goes with the last who refers to it.
+        key = weakref.ref(swapped), sum(request.num_tokens for request in swapped.tables)
         if self._shortage.persists(key, headroom=headroom):
             return False
         *_, needed = self._needed_blocks(list(swapped.tables))

@@ -6,6 +6,7 @@ from typing import Any
 
 from jpaged.config import NO_GENERATION_CONFIG, EngineConfig
 from jpaged.engine import Engine
+from jpaged.execution.executor import Executor
 from jpaged.execution.kv_scales import with_kv_scales
 from jpaged.execution.programs import compile_programs
 from jpaged.execution.runner import Runner
@@ -85,7 +86,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         eos_token_ids=end_ids,
     )
     engine = Engine(
-        Runner(spec, programs),
+        Runner(spec, Executor(spec, programs)),
         Metrics(model_name=model_name, max_model_len=plan.max_model_len),
         enable_prefix_caching=config.enable_prefix_caching,
         preemption_mode=config.preemption_mode,

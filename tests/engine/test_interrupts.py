@@ -57,10 +57,12 @@ def test_engine_goes_on_after_an_interrupt(folder, make_llm, monkeypatch, moment
 
     with monkeypatch.context() as patched:
         if moment == "forward":  # its result is not assigned yet when it returns
-            programs = runner._programs
+            programs = runner.executor.programs
             forward = {shape: interrupted(each) for shape, each in programs.forward.items()}
             patched.setattr(
-                runner, "_programs", SimpleNamespace(**{**vars(programs), "forward": forward})
+                runner.executor,
+                "programs",
+                SimpleNamespace(**{**vars(programs), "forward": forward}),
             )
         else:
             patched.setattr(runner, moment, interrupted(getattr(runner, moment)))

@@ -111,14 +111,16 @@ def assert_equal(got: Answer, expected: Answer, case: str, *, tolerance: float) 
 def poison(llm) -> None:
     """From now on. Everything that a new engine has is garbage."""
     runner, watch = llm.engine.core._runner, Poison(llm.engine.core.block_pool)
-    runner._pools = tuple(jnp.full_like(pool, jnp.nan) for pool in runner._pools)
+    runner.executor.pools = tuple(jnp.full_like(pool, jnp.nan) for pool in runner.executor.pools)
     move_blocks = runner.move_blocks
 
     def poisoning_move_blocks(batch):
         if batch.swap_outs:
             move_blocks(batch)
         blocks = jnp.asarray(watch.unreadable(batch), jnp.int32)
-        runner._pools = tuple(pool.at[blocks].set(jnp.nan) for pool in runner._pools)
+        runner.executor.pools = tuple(
+            pool.at[blocks].set(jnp.nan) for pool in runner.executor.pools
+        )
         if not batch.swap_outs:
             move_blocks(batch)
 

@@ -126,7 +126,7 @@ def bytes_of_a_device(llm: LLM) -> int:
     """Of weights and pools: the same on all devices, and what the memory was planned with."""
     runner = llm.engine.core._runner
     sizes = Counter()
-    for array in (*runner.spec.model.params, *runner._pools):
+    for array in (*runner.spec.model.params, *runner.executor.pools):
         for shard in array.addressable_shards:
             sizes[shard.device] += shard.data.nbytes
     [num_bytes] = set(sizes.values())
@@ -141,12 +141,16 @@ def check_what_devices_exchange(split: LLM) -> None:
     runner = split.engine.core._runner
     num_sums = 2 * runner.spec.model.config.num_layers + 1
     cache = runner.spec.kv_cache
-    for program in runner._programs.forward.values():
+    for program in runner.executor.programs.forward.values():
         assert collectives(program) == {"all-reduce": num_sums}
         if cache.num_blocks >= 500:
             pool_bytes = cache.num_blocks * cache.block_bytes // cache.num_layers
             assert program.memory_analysis().temp_size_in_bytes < pool_bytes
-    for programs in (runner._programs.copy, runner._programs.swap_out, runner._programs.swap_in):
+    for programs in (
+        runner.executor.programs.copy,
+        runner.executor.programs.swap_out,
+        runner.executor.programs.swap_in,
+    ):
         assert not any(map(collectives, programs.values()))
 
 

@@ -54,7 +54,7 @@ def test_float8_in_kernels(folder, make_llm):
     """The same answers from the cache, and alone."""
     llm = make_llm(folder, kv_cache_dtype="float8_e5m2", attention_backend="triton")
     assert answers(llm, num_tokens=12) == answers(llm, num_tokens=12, alone=True)
-    assert llm.engine.core._runner._pools[0].dtype == jnp.float8_e5m2
+    assert llm.engine.core._runner.executor.pools[0].dtype == jnp.float8_e5m2
 
 
 @pytest.mark.parametrize("kv_cache_dtype", [pytest.param("auto", marks=pytest.mark.long), "int8"])
@@ -69,7 +69,7 @@ def test_as_many_more_blocks_fit(folder, make_llm, kv_cache_dtype):
     block = 2 * 16 * 2 * 2 * 16  # layers, tokens, K and V, KV heads, head_dim
     itemsize = 4 if kv_cache_dtype == "auto" else 1
     assert spec.kv_cache.num_blocks == min(2**17 // (block * itemsize) - 1, 8 * 256 // 16)
-    pools = llm.engine.core._runner._pools
+    pools = llm.engine.core._runner.executor.pools
     assert {pool.dtype.itemsize for pool in pools} == {itemsize}
     assert sum(pool.nbytes for pool in pools) <= 2**17
 
@@ -78,7 +78,7 @@ def test_scales_hold_what_the_model_writes(folder, make_llm):
     """Few numbers are cut off, and the range is used."""
     llm = make_llm(folder, kv_cache_dtype="int8")
     answers(llm)
-    for pool in llm.engine.core._runner._pools:
+    for pool in llm.engine.core._runner.executor.pools:
         stored = np.abs(np.asarray(pool[1:], np.int32))
         assert np.mean(stored[stored > 0] == 127) < 1e-3
         assert stored.max() > 90

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.stages import Lowered
 
+from jpaged.execution.executor import Executor
 from jpaged.execution.programs import (
     MAX_EARLY_WRITES,
     ProgramSpec,
@@ -117,7 +118,7 @@ def test_bucket_growth_decides_how_many_programs_there_are(spec, growth, rows, t
 
 def test_compiled_programs_refuse_other_shapes(llm, spec):
     num_rows = spec.num_slots
-    program = llm.engine.core._runner._programs.sample[num_rows]
+    program = llm.engine.core._runner.executor.programs.sample[num_rows]
     hidden = np.zeros((num_rows, spec.model.config.hidden_size), np.float32)
     numbers = np.zeros(num_rows - 1, np.int32)
     outputs = Outputs(hidden, positions=numbers, slots=numbers, targets=numbers)
@@ -165,10 +166,11 @@ def test_bytes_of_a_step_do_not_depend_on_the_longest_context(llm, spec, is_firs
     sizes = []
     for num_table_blocks in (64, 8192):  # 1K and 128K tokens
         sized = replace(spec, num_slots=256, num_table_blocks=num_table_blocks)
-        runner = Runner(sized, llm.engine.core._runner._programs)
+        executor = Executor(sized, llm.engine.core._runner.executor.programs)
+        runner = Runner(sized, executor)
         requests = [make_request(slot, sized.kv_cache.block_size) for slot in range(256)]
         for start in (99, 100):
-            programs = runner._programs = CountedPrograms(sized)
+            programs = executor.programs = CountedPrograms(sized)
             batch = ScheduledBatch()
             for request in requests:
                 batch.add_decode(ScheduledRequest(request, start, 1, is_sampled=True))
@@ -202,7 +204,7 @@ def test_pools_and_state_keep_their_place(llm):
     runner = llm.engine.core._runner
 
     def address():
-        arrays = runner._pools[0], *runner._state
+        arrays = runner.executor.pools[0], *runner.executor.state
         return [array.addressable_data(0).unsafe_buffer_pointer() for array in arrays]
 
     before = address()

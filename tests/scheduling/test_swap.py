@@ -142,9 +142,10 @@ def test_blocks_come_back_as_they_went(folder, make_llm):
     runner = llm.engine.core._runner
     random = np.random.default_rng(0)
     before = tuple(
-        jnp.asarray(random.standard_normal(pool.shape, np.float32)) for pool in runner._pools
+        jnp.asarray(random.standard_normal(pool.shape, np.float32))
+        for pool in runner.executor.pools
     )
-    mover, num_blocks = runner.block_mover, 16 + 2 * 4 + 3
+    mover, num_blocks = runner.executor.block_mover, 16 + 2 * 4 + 3
     sources = random.permutation(np.arange(1, 60))[:num_blocks].tolist()
     targets = random.permutation(np.arange(60, 120))[:num_blocks].tolist()
     targets = [target if index % 5 else None for index, target in enumerate(targets)]
